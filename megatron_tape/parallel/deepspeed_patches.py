@@ -47,8 +47,8 @@ def skip_inference_op_build() -> None:
 def destroy_group() -> None:
     """Destroy the default process group, and clear DeepSpeed's reference to it.
 
-    Otherwise a later `deepspeed.init_distributed` would keep the backend of the destroyed group.
-    Unnecessary once DeepSpeed's `destroy_process_group` clears the reference itself.
+    If the reference remained, a later `deepspeed.init_distributed` would use the backend of the
+    destroyed group. Unnecessary once DeepSpeed's `destroy_process_group` clears the reference itself.
     """
     comm.destroy_process_group()
     comm.cdb = None
@@ -74,7 +74,7 @@ def skip_updates(
     step as after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
     DeepSpeed has a hook between the computation of the norm and the update.
     """
-    # This method logs the message; it does nothing else, because bf16 and fp32 use no loss scale.
+    # `update_scale` only logs the message, because bf16 and fp32 use no loss scale.
     zero.loss_scaler.update_scale = lambda overflow: None
     # ZeRO 3 computes one norm per parameter group.
     has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)
@@ -88,6 +88,7 @@ def skip_updates(
             return computed
 
         infinite = torch.full_like(norm, math.inf)
+        # With one infinite norm in the list, the norm of all groups is infinite.
         return [*computed, infinite] if has_group_norms else infinite
 
     setattr(zero, name, norm_or_infinity)
@@ -115,7 +116,7 @@ def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
     DeepSpeed links them only once, after the update of the first parameter group, when the other
     groups do not have any state yet. Unnecessary once it links them after all groups are updated.
     """
-    # Otherwise DeepSpeed would do nothing.
+    # If this flag is true, the method below does nothing.
     zero._hp_optimizer_states_linked = False
     zero._lazy_init_hp_params_optimizer_state()
 
@@ -142,17 +143,18 @@ def average_and_scatter(
 ) -> list[Tensor]:
     """Average each tensor over `group`, and return this rank's flat partition of each average.
 
-    With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the
+    The context of `waiting` is entered while the rank waits for the others. With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the
     partitions of the last ranks may be shorter or empty.
     """
     ranks = group.size()
-    # Rounded up.
+    # Elements of a partition: the quotient is rounded up.
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     # Row r holds the partitions of all tensors that rank r receives.
     rows = tensors[0].new_empty(ranks, sum(sizes))
     for tensor, size, columns in zip(tensors, sizes, rows.split(sizes, dim=1)):
         flat = tensor.view(-1)
-        # The remaining elements of `columns` are padding, and stay uninitialized.
+        # The first ranks have full partitions, and the next one has the remainder. The other
+        # elements of `columns` are padding, and stay uninitialized.
         full_rows, remainder = divmod(tensor.numel(), size)
         columns[:full_rows] = flat[: full_rows * size].view(full_rows, size)
         if remainder:
@@ -165,7 +167,9 @@ def average_and_scatter(
         dist.reduce_scatter_tensor(own, rows.view(-1), group=group)
     averages = []
     for tensor, size, partition in zip(tensors, sizes, own.split(sizes)):
-        length = tensor.numel() - group.rank() * size  # less than `size` without the padding
+        # The number of elements from the start of this partition on. It is less than `size` if the
+        # partition is padded, and negative if it is only padding.
+        length = tensor.numel() - group.rank() * size
         averages.append(partition[: max(0, length)])
     return averages
 
@@ -182,17 +186,18 @@ def _wait(
     with waiting():
         handle.allgather_handle.wait()
 
-    # `partitions` are views of one buffer, which has the partitions of all parameters of rank 0,
-    # then those of rank 1, and so on.
+    # `partitions` are views of one buffer. Row r has the partitions of all parameters that rank r
+    # has sent.
     gathered = handle.partitions[0]._base
     rows = gathered.view(handle.world_size, -1)
-    first = 0
+    start = 0
     for parameter in handle.params:
         size = parameter.ds_tensor.ds_numel
-        flat = rows[:, first : first + size].reshape(-1)[: parameter.ds_numel]
+        # The slice at the end drops the padding of the last partitions.
+        flat = rows[:, start : start + size].reshape(-1)[: parameter.ds_numel]
         parameter.data = flat.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
-        first += size
+        start += size
 
     # The buffer was allocated in the stream of the all-gather. It must not be reused before the
     # copies above have run in this stream.

@@ -49,28 +49,29 @@ def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE; the defaults are 0 and 1. Raises UserError if they are
     invalid.
     """
-    return environment_number("RANK", 0), environment_number("WORLD_SIZE", 1, least=1)
+    rank = environment_number("RANK", default=0)
+    return rank, environment_number("WORLD_SIZE", default=1, least=1)
 
 
 def local_rank() -> int:
     """Return LOCAL_RANK, the rank within this node; the default is 0. Raises UserError if it is
     invalid.
     """
-    return environment_number("LOCAL_RANK", 0)
+    return environment_number("LOCAL_RANK", default=0)
 
 
 def local_world_size() -> int:
     """Return LOCAL_WORLD_SIZE, the number of processes on this node; default 1. Raises UserError if
     it is invalid.
     """
-    return environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    return environment_number("LOCAL_WORLD_SIZE", default=1, least=1)
 
 
 def master_port() -> int:
     """Return MASTER_PORT, the port of rank 0, or 0 if it is not set. Raises UserError if it is
     invalid.
     """
-    return environment_number("MASTER_PORT", 0, least=1, most=LAST_PORT)
+    return environment_number("MASTER_PORT", default=0, least=1, most=LAST_PORT)
 
 
 def restart_count() -> int:
@@ -78,7 +79,7 @@ def restart_count() -> int:
     is invalid.
     """
     return environment_number(
-        "SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/"
+        "SLURM_RESTART_COUNT", default=0, fix="unset it, or submit the job with a script in slurm/"
     )
 
 
@@ -94,11 +95,12 @@ def check_launcher_environment() -> None:
     local_world_size()
     restart_count()
     if size > 1 or has_rank_0_address():
-        given = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
+        # One of these two is set, and requires the other variables.
+        present = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
+        for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(missing):
                 raise UserError(
-                    (given, name), f"is {os.environ[given]}, but {name} is not set", FIX
+                    (present, missing), f"is {os.environ[present]}, but {missing} is not set", FIX
                 )
         master_port()
 
@@ -113,7 +115,7 @@ def check_launcher_environment() -> None:
 def refuse_launcher(program: str, reason: str) -> None:
     """Raise UserError if a launcher has started `program`, which runs as a single process.
 
-    `reason` is the problem in the message. Also raises it if the launcher's variables are
+    `reason` is the problem in the message. UserError is also raised if the launcher's variables are
     inconsistent.
     """
     if has_rank_0_address():
@@ -140,12 +142,13 @@ def check_master_address() -> None:
     Without this check, the rank would wait until torch's timeout.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    for number in range(TRIES):
-        time.sleep(number)  # no wait before the first try
+    for earlier_tries in range(TRIES):
+        time.sleep(earlier_tries)  # seconds; no wait before the first try
         try:
-            socket.getaddrinfo(address, None)
+            socket.getaddrinfo(address, port=None)
             return
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
+            # A UnicodeError has no `strerror`.
             reason = getattr(error, "strerror", None) or error
     raise NodeError(
         node_name(),
@@ -167,6 +170,7 @@ def gloo_address() -> str | None:
         for family, _, _, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM
         ):
+            # Binding fails if the address belongs to another node.
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(address)
                 return str(address[0])
@@ -183,7 +187,8 @@ def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
         # `ip_address` does not accept the zone of an IPv6 address, such as `%eth0`.
         if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             loopback.append(node)
-    # Virtual nodes on one machine reach each other at distinct loopback addresses.
+    # If every node has a loopback address of its own, they are virtual nodes on one machine, which
+    # reach each other.
     if len({addresses[node] for node in loopback}) == len(addresses):
         return []
     return loopback

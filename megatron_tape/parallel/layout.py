@@ -126,7 +126,7 @@ class ParallelLayout:
         try:
             yield
         finally:
-            # Also after an error, or the other ranks would wait.
+            # The other ranks wait for local rank 0 in the barrier, even if it has failed.
             if is_first:
                 dist.barrier()
 
@@ -140,10 +140,11 @@ def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     group, over which ZeRO partitions, contains the DP x CP ranks that hold the same weights.
     """
     functions = {}
-    # The TP group has the same ranks as the model-parallel group, and is used already.
+    # Without pipeline stages, the TP group has the same ranks as the model-parallel group. Use the
+    # TP group, since each group has its own communicator.
     model = groups.tp if groups.pp.size() == 1 else groups.mp
     for name, group in (("model", model), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
-        # The default of `group` binds the value of this iteration.
+        # The default argument keeps the group of this iteration.
         functions[f"get_{name}_parallel_group"] = lambda group=group: group
         functions[f"get_{name}_parallel_rank"] = group.rank
         functions[f"get_{name}_parallel_world_size"] = group.size
@@ -219,8 +220,8 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-        # Versions before 2.35 accept at most 32 MiB. Setting either option turns off glibc's
-        # dynamic thresholds.
+        # mallopt returns 1 if it accepts the value. glibc before 2.35 accepts at most 32 MiB, so
+        # that is tried next. Setting either option turns off glibc's dynamic thresholds.
         if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
             set_option(_TRIM_THRESHOLD, _LARGEST)
 
@@ -266,7 +267,7 @@ def check_devices(requested: str) -> None:
             )
         return
 
-    # With an empty variable, the user has asked for a run without GPUs.
+    # An empty CUDA_VISIBLE_DEVICES asks for a run without GPUs.
     hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_gpu = NVIDIA_DRIVER.exists() and not hides_gpus
     if requested == "cuda" or has_gpu and torch.version.cuda is not None:
@@ -384,7 +385,8 @@ def abort_process_groups() -> None:
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
-        # Only forgets the groups, so that `initialize_distributed` does not reuse them.
+        # Megatron only forgets the groups here, so that `initialize_distributed` does not reuse
+        # them.
         parallel_state.destroy_model_parallel()
 
 
@@ -402,8 +404,8 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     was_filling = torch.utils.deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # torch would also fill uninitialized memory, which takes time in ZeRO's large buffers and
-    # changes no results.
+    # By default, torch would also fill uninitialized memory. This changes no results, but takes
+    # time in ZeRO's large buffers.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):

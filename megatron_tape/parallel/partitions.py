@@ -31,8 +31,9 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
         return parameter.detach().view(-1), 0
     # All partitions have this size; the last ones are padded.
     size = parameter.ds_tensor.ds_numel
-    first = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
-    return parameter.ds_tensor[: parameter.ds_numel - first], first
+    offset = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
+    # The shard has `ds_numel - offset` elements from the offset on; what follows is padding.
+    return parameter.ds_tensor[: parameter.ds_numel - offset], offset
 
 
 @torch.no_grad()
@@ -63,7 +64,8 @@ def allocate(
             allocated = nn.Parameter(
                 torch.empty_like(parameter, device=device), parameter.requires_grad
             )
-            # Such as `tensor_model_parallel`; its own attributes take precedence.
+            # Copy attributes such as `tensor_model_parallel`, except those that the new parameter
+            # has already.
             vars(allocated).update(vars(parameter) | vars(allocated))
             setattr(module, name, allocated)
             if partition is not None:

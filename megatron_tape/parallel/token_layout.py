@@ -117,7 +117,8 @@ class TokenLayout:
         """
         if self.context_shards == 1:
             return x_m
-        return self._divisible(x_m, dim).chunk(self.context_shards, dim)[self.context_group.rank()]
+        chunks = self._replicated(x_m, dim).chunk(self.context_shards, dim)
+        return chunks[self.context_group.rank()]
 
     def local_heads(self, x_N: Tensor, dim: int = 0) -> Tensor:
         """Select the n heads of this rank inside attention from all N heads on axis `dim`."""
@@ -130,7 +131,7 @@ class TokenLayout:
         """
         return math.lcm(groups, self.context_shards) // groups
 
-    def _divisible(self, x_m: Tensor, dim: int) -> Tensor:
+    def _replicated(self, x_m: Tensor, dim: int) -> Tensor:
         """Replicate the heads or groups on axis `dim` so that their number is a multiple of CP."""
         copies = self.copies_of(x_m.shape[dim])
         if copies == 1:
@@ -145,12 +146,13 @@ class TokenLayout:
         """
         if self.sequence_shards == 1:
             return x_sBN
-        # The all-to-all needs the destination ranks first, in the order of `sequence_group`:
-        # (CP, TP, s, B, n, ...).
-        by_tensor_rank = x_sBN.unflatten(2, (self.model_group.size(), -1))
-        by_tensor_rank = self._divisible(by_tensor_rank, 3)
-        by_rank = by_tensor_rank.unflatten(3, (self.context_shards, -1)).movedim((3, 2), (0, 1))
-        return all_to_all(self.sequence_group, by_rank.flatten(0, 1).contiguous()).flatten(0, 1)
+        # (s, B, TP, m, ...), where CP divides m.
+        x_sBTm = self._replicated(x_sBN.unflatten(2, (self.model_group.size(), -1)), dim=3)
+        # (CP, TP, s, B, n, ...): the all-to-all needs the destination ranks first, in the order of
+        # `sequence_group`.
+        by_rank = x_sBTm.unflatten(3, (self.context_shards, -1)).movedim((3, 2), (0, 1))
+        received = all_to_all(self.sequence_group, by_rank.flatten(0, 1).contiguous())
+        return received.flatten(0, 1)
 
     def to_tokens(self, x_SBn: Tensor) -> Tensor:
         """Convert (S, B, n, ...), all tokens and local heads, to (s, B, N, ...), local tokens and
@@ -175,8 +177,8 @@ class TokenLayout:
         # Each has the shape (CP, c, B, n, D), with the destination ranks first.
         by_rank = []
         for x in tensors_cBm:
-            divisible = self._divisible(x, 2)
-            by_rank.append(divisible.unflatten(2, (self.context_shards, -1)).movedim(2, 0))
+            replicated = self._replicated(x, dim=2)
+            by_rank.append(replicated.unflatten(2, (self.context_shards, -1)).movedim(2, 0))
         received = all_to_all(self.context_group, torch.cat(by_rank, dim=3)).flatten(0, 1)
         return received.split([x.shape[3] for x in by_rank], dim=2)
 
@@ -225,7 +227,7 @@ class TokenLayout:
         Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the
         end that are not enough for all R ranks are dropped.
         """
-        all_ranks = size * self.data_shards  # samples that all ranks process at a time
-        for start in range(first, stop - all_ranks + 1, all_ranks):
+        samples_of_all_ranks = size * self.data_shards  # in one micro-batch of each rank
+        for start in range(first, stop - samples_of_all_ranks + 1, samples_of_all_ranks):
             begin = start + size * self.data_group.rank()
             yield list(range(begin, begin + size))

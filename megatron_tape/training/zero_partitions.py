@@ -47,7 +47,7 @@ def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
         return
 
     # With ZeRO 3, DeepSpeed's functions for whole tensors fail on ranks whose partitions are
-    # padded.
+    # padded. Its functions for partitions require the padding.
     storage, offset = local_storage(parameter)
     partition = value.flatten()[offset : offset + len(storage)]
     padded = F.pad(partition, (0, parameter.partition_numel() - len(partition)))
