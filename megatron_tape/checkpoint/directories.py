@@ -168,8 +168,8 @@ def publish(
     )
     sync_directory(staging)
     # Another node may have written a file to its own disk instead of a shared one.
-    for name, entry in files.items():
-        if problem := _file_problem(staging / name, name, entry, deep=False):
+    for name, expected in files.items():
+        if problem := _file_problem(staging / name, name, expected, deep=False):
             raise CheckpointError(
                 staging,
                 f"is not complete: {problem}",
@@ -191,8 +191,8 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     root = Path(root)
     if not root.is_dir():
         return []
-    names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
-    return sorted(((int(name[1]), root / name[0]) for name in names if name), reverse=True)
+    matches = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
+    return sorted(((int(match[1]), root / match[0]) for match in matches if match), reverse=True)
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -217,8 +217,8 @@ def read_manifest(path: str | Path) -> Manifest:
     manifest = read_record(path / MANIFEST, Manifest)
     if not manifest["files"]:
         raise CheckpointError(MANIFEST, "lists no files")
-    name = _NAME.fullmatch(path.name)
-    if name and manifest["step"] != int(name[1]):
+    match = _NAME.fullmatch(path.name)
+    if match and manifest["step"] != int(match[1]):
         raise CheckpointError(
             MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}"
         )
@@ -249,7 +249,8 @@ def problems(path: str | Path, deep: bool = True) -> list[str]:
     """Return a sentence for each missing or damaged file of a checkpoint; none if the checkpoint is
     complete.
 
-    `deep` compares checksums, which reads every byte; otherwise only sizes are compared.
+    `deep` compares checksums, which reads every byte; otherwise only sizes are compared. An error
+    of the disk, or the format of another version, also counts as a problem.
     """
     try:
         return _problems(Path(path), deep)
@@ -266,7 +267,8 @@ def newest_complete(
     """Return the path of the newest complete checkpoint in `root`, or None.
 
     Calls `warn` with a message for each broken checkpoint that is skipped. Checkpoints in
-    `excluding` are skipped without a message. See `problems` for `deep`.
+    `excluding` are skipped without a message. `deep` compares checksums, which reads every byte;
+    otherwise only sizes are compared.
 
     Raises:
         OSError: if a disk error prevents the check. It may pass, so no older checkpoint is chosen.
@@ -286,7 +288,8 @@ def newest_complete(
 def checkpointed_step(root: str | Path) -> int:
     """Return the step of the newest complete checkpoint in `root`, or 0 if there is none.
 
-    Compares only the sizes of files. See `newest_complete` for errors.
+    Compares only the sizes of files. Raises OSError if a disk error prevents that, and OtherFormat
+    if another version of this project wrote a checkpoint.
     """
     path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
@@ -315,14 +318,15 @@ def prune(
     if published is not None:
         _set_aside_later(root, published)
 
-    complete = 0
-    for step, path in list_checkpoints(root):
-        permanent = keep_every is not None and step % keep_every == 0
-        if complete < keep:
-            complete += not problems(path, deep=False)
-        elif not permanent:
+    complete_count = 0
+    for step, path in list_checkpoints(root):  # newest first
+        is_permanent = keep_every is not None and step % keep_every == 0
+        if complete_count < keep:
+            complete_count += not problems(path, deep=False)
+        elif not is_permanent:
             discarded = _discard(path)
-            # The rename must be on disk before files disappear.
+            # The rename must be on disk before files disappear. A crash would otherwise leave a
+            # checkpoint without some of its files.
             sync_directory(root)
             remove(discarded)
     for path in root.glob(".step-*.partial"):
@@ -332,8 +336,8 @@ def prune(
 def _set_aside_later(root: Path, published: int) -> None:
     """Mark checkpoints after step `published` as abandoned, and remove abandoned ones up to it."""
     for path in root.glob(f"step-*{ABANDONED}"):
-        name = _NAME.fullmatch(path.name.removesuffix(ABANDONED))
-        if name and int(name[1]) <= published:
+        match = _NAME.fullmatch(path.name.removesuffix(ABANDONED))
+        if match and int(match[1]) <= published:
             remove(path)
     for step, path in list_checkpoints(root):
         if step > published:
@@ -343,11 +347,15 @@ def _set_aside_later(root: Path, published: int) -> None:
 
 
 def _name(step: int) -> str:
+    """Return the name of the checkpoint's directory."""
     return f"step-{step:08d}"
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Do the same as `problems`, but raise OtherFormat if another version wrote the checkpoint, and
+    """Return a sentence for each missing or damaged file of a checkpoint.
+
+    `deep` compares checksums, which reads every byte; otherwise only sizes are compared. Unlike
+    `problems`, raises OtherFormat if another version of this project wrote the checkpoint, and
     OSError if the disk fails.
     """
     if not (path / MANIFEST).is_file():
@@ -355,8 +363,8 @@ def _problems(path: Path, deep: bool) -> list[str]:
     try:
         manifest = read_manifest(path)
         damage = []
-        for name, entry in manifest["files"].items():
-            if problem := _file_problem(path / name, name, entry, deep):
+        for name, expected in manifest["files"].items():
+            if problem := _file_problem(path / name, name, expected, deep):
                 damage.append(problem)
         # A damaged state.json could not be read.
         if not damage and STATE in manifest["files"]:
@@ -364,27 +372,28 @@ def _problems(path: Path, deep: bool) -> list[str]:
             if step != manifest["step"]:
                 damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
         return damage
-    except OtherFormat:  # a ValueError, too
+    except OtherFormat:  # a ValueError, which the next clause would catch
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]
 
 
-def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
-    """Return a sentence about what is wrong with the file `name` at `path`, or None.
+def _file_problem(path: Path, name: str, expected: FileDigest, deep: bool) -> str | None:
+    """Return a sentence if the file at `path` is missing or has not the `expected` size, or None.
 
-    Raises OSError if the disk fails.
+    With `deep`, also compare the sha256. `name` is the file's name in the sentence. Raises OSError
+    if the disk fails.
     """
     if not path.is_file():
         return f"{name} is missing"
-    if path.stat().st_size != entry["bytes"]:
-        return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
     if not deep:
         return None
     sha256 = digest(path)["sha256"]
-    if sha256 == entry["sha256"]:
+    if sha256 == expected["sha256"]:
         return None
-    return f"{name} has sha256 {sha256} instead of {entry['sha256']}"
+    return f"{name} has sha256 {sha256} instead of {expected['sha256']}"
 
 
 def _discard(path: Path) -> Path:

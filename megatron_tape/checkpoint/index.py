@@ -56,15 +56,16 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
     """Return the place of each tensor by file and key, from `index.json` of a checkpoint.
 
     `tensor_size` is the tensor-parallel size with which the checkpoint was saved. The keys are
-    those in the files, which contain other names in format 3 (see `split_key`). Raises FileError if
+    those in the files, which have the parameters' old names in format 3. Raises FileError if
     the index is malformed; its subclass CheckpointError if it lists a file that is not a tensor
     file of this checkpoint.
     """
     path = checkpoint / INDEX
     files = read_record(path, Index)["files"]
     for name in files:
-        shard = shard_of(name)
-        if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
+        tensor_rank = shard_of(name)
+        exists = (checkpoint / name).is_file()
+        if tensor_rank is None or tensor_rank >= tensor_size or not exists:
             raise CheckpointError(
                 path,
                 f"lists {name}, which is not a file of this checkpoint",
@@ -83,8 +84,9 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
-    """Raise CheckpointError if a checkpoint has no averaged weights. `index` is that of
-    `read_index`.
+    """Raise CheckpointError if a checkpoint has no averaged weights.
+
+    `index` has the place of each tensor by file and key.
     """
     keys = itertools.chain(*index.values())
     if not any(key.startswith(f"{AVERAGE}/") for key in keys):
@@ -101,15 +103,16 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
     The total sizes of two ranks differ by at most the largest item. With `limit`, at most `limit`
     ranks have items. These ranks are spaced evenly, so that they are spread over the nodes.
     """
-    count = min(len(sizes), ranks, limit or ranks)
-    # A heap of (total size, number of the rank): each item goes to the rank with the least so far.
-    loads = [(0, number) for number in range(count)]
+    used_ranks = min(len(sizes), ranks, limit or ranks)
+    # A heap of (total size, number of a used rank): each item goes to the smallest total.
+    loads = [(0, number) for number in range(used_ranks)]
     assigned = {}
     # Largest first, for an even distribution; by name, so that all ranks compute the same one.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, number = heapq.heappop(loads)
         heapq.heappush(loads, (load + sizes[name], number))
-        assigned[name] = number * ranks // count
+        # Spaces the used ranks evenly.
+        assigned[name] = number * ranks // used_ranks
     return assigned
 
 
@@ -125,8 +128,8 @@ def writers(
             ranks from 0.
         limit: `checkpoint.writers`, the maximum number of writing ranks for all shards.
     """
-    count = writer_count(sum(sizes.values()), shards, limit)
-    return balance(sizes, data_context_size, count)
+    shard_writers = writer_count(sum(sizes.values()), shards, limit)
+    return balance(sizes, data_context_size, limit=shard_writers)
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
@@ -163,13 +166,14 @@ def readers(
     if saved_size != tensor_size or pipeline_size > 1:
         return balance(sizes, tensor_size * data_context_size * pipeline_size)
 
-    # The key None stands for files that all ranks need, such as state.json.
+    # The files' sizes by tensor-parallel rank. The key None stands for files that all ranks need,
+    # such as state.json.
     shards: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():
         shards.setdefault(shard_of(name), {})[name] = size
     assigned = balance(shards.pop(None, {}), tensor_size * data_context_size)
-    for shard, files in shards.items():
-        for name, replica in balance(files, data_context_size).items():
-            # Consecutive ranks differ in their tensor-parallel rank.
-            assigned[name] = replica * tensor_size + shard
+    for tensor_rank, shard_sizes in shards.items():
+        for name, replica in balance(shard_sizes, data_context_size).items():
+            # Consecutive global ranks differ in their tensor-parallel rank.
+            assigned[name] = replica * tensor_size + tensor_rank
     return assigned

@@ -38,7 +38,8 @@ def find_checkpoint(
 
     It is `path` itself if this is a checkpoint. Otherwise `path` is a run or a directory of
     checkpoints, and the result is its newest complete checkpoint. Calls `warn` with a message for
-    each broken checkpoint that is skipped. Raises CheckpointError if there is no complete one.
+    each broken checkpoint that is skipped. `deep` compares checksums, not only sizes of files.
+    Raises CheckpointError if there is no complete checkpoint.
     """
     path = Path(path)
     fix = "give the directory of a run, of its checkpoints, or of one checkpoint"
@@ -78,8 +79,8 @@ def resolve_resume(resume: str, root: str | Path) -> str:
     """
     if resume in ("auto", "none"):
         return resume
-    in_run = Path(root).resolve() in Path(resume).resolve().parents
-    if not in_run and files.list_checkpoints(root):
+    is_in_root = Path(root).resolve() in Path(resume).resolve().parents
+    if not is_in_root and files.list_checkpoints(root):
         return "auto"
     return resume
 
@@ -87,7 +88,8 @@ def resolve_resume(resume: str, root: str | Path) -> str:
 def checkpoint_to_continue(config: RunConfig) -> Path | None:
     """Return the checkpoint that a run will continue, or None if it starts without one.
 
-    With `auto`, only the sizes of files are compared. The checkpoint of a path is not checked.
+    With `checkpoint.resume: auto`, it is the newest one whose files have the expected sizes. If the
+    setting is a path, it is that path, which is not checked.
     """
     root = config.checkpoint.directory or ""
     resume = resolve_resume(config.checkpoint.resume, root)
@@ -112,12 +114,12 @@ def check_complete(path: Path) -> None:
     if not damage:
         return
 
-    inside = files.list_checkpoints(path) or files.list_checkpoints(path / "checkpoints")
-    if inside:
+    inner = files.list_checkpoints(path) or files.list_checkpoints(path / "checkpoints")
+    if inner:
         raise CheckpointError(
             subject,
             "is a directory of checkpoints, not a checkpoint",
-            f"choose one of them, such as {inside[0][1]}",
+            f"choose one of them, such as {inner[0][1]}",
         )
     fix = CHOOSE_ANOTHER
     if (path / "config.json").is_file():

@@ -2,7 +2,6 @@
 file.
 """
 
-import functools
 import itertools
 import logging
 from pathlib import Path
@@ -35,14 +34,15 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
-    # Rank 0 chooses by file sizes; then all ranks compare the checksums, which may be wrong.
+    # Rank 0 chooses a checkpoint whose files have the expected sizes. All ranks then compare the
+    # checksums. If one is wrong, rank 0 chooses again.
     broken: set[Path] = set()
     while True:
         path = on_rank_0(
             layout,
             directory,
             "cannot start",
-            functools.partial(_choose, resume, config, broken),
+            lambda: _choose_checkpoint(resume, config, broken),
         )
         if path is None:
             return None
@@ -68,7 +68,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
 def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
     """Return the checkpoint with the initial weights of a run (`extension.from`).
 
-    Raises CheckpointError if it is not complete. All ranks call this together.
+    Raises CheckpointError if it is not complete or cannot be read. All ranks call this together.
     """
     fix = "download or write it again, or change extension.from"
     checkpoint = _open_complete(path, layout, "has the initial weights of the run", fix)
@@ -86,7 +86,7 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
         layout,
         checkpoint.path,
         "cannot continue",
-        functools.partial(find_source, checkpoint.path, checkpoint.state),
+        lambda: find_source(checkpoint.path, checkpoint.state),
     )
     if source is not None:
         role = f"has the frozen parameters of {checkpoint.path}"
@@ -97,7 +97,8 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
 def _open_complete(path: Path, layout: ParallelLayout, role: str, fix: str) -> Checkpoint:
     """Return the checkpoint at `path`. Raises CheckpointError if it is not complete.
 
-    In the message, `role` says what the checkpoint is for, as a predicate.
+    In the message, `role` is what the checkpoint has, such as `has the initial weights of the run`.
+    `fix` says what to do.
     """
     checkpoint, damage = _open(path, layout)
     if checkpoint is None:
@@ -141,7 +142,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
 def _read_records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     """Read the manifest, state and index of a checkpoint, and compare the sizes of its files.
 
-    The result is that of `_open`.
+    Return the checkpoint and no problems; or None, and a sentence for each problem.
     """
     if damage := files.problems(path, deep=False):
         return None, damage
@@ -153,13 +154,13 @@ def _read_records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, []
 
 
-def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
+def _choose_checkpoint(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     """Return the checkpoint to continue, or None to start without one.
 
-    `resume` is the result of `resolve_resume`. Compares only the sizes of files. With `auto`, the
-    checkpoints in `broken` are skipped. Raises CheckpointError if the run has checkpoints of later
-    steps than the one where it would start: its new checkpoints would be older than these, and be
-    removed.
+    `resume` is `auto`, `none` or a path, as `resolve_resume` returns it. Compares only the sizes of
+    files. With `auto`, the checkpoints in `broken` are skipped. Raises CheckpointError if the run
+    has checkpoints of later steps than the one where it would start: its new checkpoints would be
+    older than these, and be removed.
     """
     directory = Path(config.checkpoint.directory)
     if resume == "auto":
@@ -180,16 +181,17 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
         return path
 
     path = None
-    start = 0
+    start_step = 0
     if resume != "none":
         path = Path(resume)
         check_complete(path)
-        start = files.read_manifest(path)["step"]
-    newest = files.checkpointed_step(directory)
-    if newest > start:
+        start_step = files.read_manifest(path)["step"]
+    newest_step = files.checkpointed_step(directory)
+    if newest_step > start_step:
         raise CheckpointError(
             directory,
-            f"has checkpoints up to step {newest}, but this run would start at step {start}",
+            f"has checkpoints up to step {newest_step}, but this run would start at step"
+            f" {start_step}",
             f"move them away, {config.to_start_another_run}, or set checkpoint.resume to auto",
         )
     return path

@@ -29,7 +29,7 @@ def random_state() -> bytes:
         tensors["cuda"] = torch.cuda.get_rng_state()
     state: Any = np.random.get_state()
     kind, keys, *rest = state
-    # uint32, which torch supports only in part.
+    # The keys are uint32, which torch supports only in part.
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     texts = {
         "python": json.dumps(random.getstate()),
@@ -46,28 +46,30 @@ def set_random_state(packed: bytes) -> None:
     """
     tensors = safetensors.torch.load(packed)
     serialized = tensors["text"].numpy().tobytes()
-    text = parse_record(serialized, dict[str, str])
+    texts = parse_record(serialized, dict[str, str])
 
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
-    # JSON has turned the tuple of words into a list.
-    version, words, gauss = parse_record(text["python"], list[Any])
+    # `setstate` requires a tuple of words, which JSON has turned into a list.
+    version, words, gauss = parse_record(texts["python"], list[Any])
     random.setstate((version, tuple(words), gauss))
-    kind, *rest = parse_record(text["numpy"], list[Any])
+    kind, *rest = parse_record(texts["numpy"], list[Any])
     keys = tensors["numpy"].numpy().astype(np.uint32)
     np.random.set_state((kind, keys, *rest))
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    """Return the bytes as a writable uint8 tensor."""
+    """Return the bytes as a uint8 tensor."""
+    # torch warns about a buffer that is not writable.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
     """Return the tensors of the file `RANDOM`, given the `random_state` of each rank.
 
-    `states` are padded to one length; `lengths` are the actual ones.
+    `states` (ranks, bytes) has a row for each rank, padded to the longest state. `lengths` (ranks,)
+    has the lengths without padding.
     """
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)

@@ -25,8 +25,8 @@ def on_rank_0(
 ) -> T:
     """Run `action` on rank 0, and return its result on all ranks. All ranks call this together.
 
-    If `action` raises, all ranks raise its error. See `RankErrors.check` for the error, `path` and
-    `failure`.
+    If `action` raises, all ranks raise CheckpointError. Its subject is `path`, or that of the
+    UserError that `action` has raised. `failure` introduces the message, such as `cannot start`.
     """
     result: list[T | None] = [None]
     with RankErrors(layout) as errors:

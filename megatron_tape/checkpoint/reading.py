@@ -85,10 +85,11 @@ class Checkpoint:
 
         The object is then sent to other ranks, which do not read them again.
         """
+        # Cached properties are computed when they are read.
         _ = self.files, self.shards
 
     def readers(self, layout: ParallelLayout) -> dict[str, int]:
-        """Return the rank that reads each file (see `index.readers`)."""
+        """Return the global rank that reads each file, by the file's name."""
         return readers(
             {name: entry["bytes"] for name, entry in self.files.items()},
             self.state["tensor_model_parallel_size"],
@@ -130,15 +131,15 @@ class Checkpoint:
 
         Raises CheckpointError if the file is too short, and OSError if it cannot be read.
         """
-        size = 4 * math.prod(place["shape"])
+        num_bytes = 4 * math.prod(place["shape"])
         # `torch.frombuffer` refuses an empty buffer.
-        if not size:
+        if not num_bytes:
             return torch.empty(place["shape"])
 
-        data = bytearray(size)
+        data = bytearray(num_bytes)
         with open(self.path / file, "rb") as opened:
             opened.seek(place["offset"])
-            if opened.readinto(data) < size:
+            if opened.readinto(data) < num_bytes:
                 raise CheckpointError(
                     self.path / file,
                     f"ends within the tensor at byte {place['offset']:,}",
@@ -169,7 +170,7 @@ class Reader:
         self._checkpoint = checkpoint
         self._parameters = parameters
         self._layout = layout
-        self._size = checkpoint.state["tensor_model_parallel_size"]
+        self._saved_size = checkpoint.state["tensor_model_parallel_size"]
         self._readers = checkpoint.readers(layout)
         self.names = list(itertools.chain(*layout.gather_pipeline_stages(list(parameters))))
         self._error: Exception | None = None
@@ -186,13 +187,13 @@ class Reader:
             if parameter is None:  # it belongs to another pipeline stage
                 continue
             if None in shards:
-                raise self._unusable(f"has {key} for only some of its {self._size} ranks")
+                raise self._unusable(f"has {key} for only some of its {self._saved_size} ranks")
 
             shape = list(shard_shape(parameter))
             # The checkpoint may have been saved with another tensor-parallel size.
             if is_sharded(parameter):
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
-                shape[parameter.partition_dim] = whole // self._size
+                shape[parameter.partition_dim] = whole // self._saved_size
             for _, place in shards:  # type: ignore[misc]
                 if place["shape"] != shape:
                     raise self._unusable(
@@ -213,7 +214,7 @@ class Reader:
         """
         layout = self._layout
         saved = self._checkpoint.shards
-        # The run may have set `train.average` only now.
+        # The run may not have had `train.average` when the checkpoint was saved.
         if key not in saved and key.startswith(f"{AVERAGE}/"):
             key = key.replace(AVERAGE, "weight", 1)
         if key not in saved:
@@ -222,7 +223,7 @@ class Reader:
             return self._source_reader(key)
 
         shards = saved[key]
-        if self._size == layout.tensor_parallel_size and layout.pipeline_size == 1:
+        if self._saved_size == layout.tensor_parallel_size and layout.pipeline_size == 1:
             return self._receive(shards[layout.tensor_parallel_rank], layout.groups.dp_cp)
 
         _, name = split_key(key)
@@ -240,14 +241,14 @@ class Reader:
         """Return a shard, read by one rank of `group` and broadcast to the others."""
         assert shard_on_disk is not None  # `_check_shapes` has raised
         file, place = shard_on_disk
-        source = self._readers[file]
+        reading_rank = self._readers[file]
         device = self._layout.device
-        if source == self._layout.rank:
+        if reading_rank == self._layout.rank:
             tensor = self._read(file, place).to(device)
         else:
             tensor = torch.empty(place["shape"], dtype=torch.float32, device=device)
         if group.size() > 1:
-            dist.broadcast(tensor, source, group)
+            dist.broadcast(tensor, reading_rank, group)
         return tensor
 
     def _read(self, file: str, place: Place) -> Tensor:

@@ -67,13 +67,13 @@ def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -
     parameters = dict(model.named_parameters())
     read = Reader(base, parameters, layout)
     saved = base.weight_names()
-    base_parameters = parameter_shapes(model_config(base.state["config"]["model"]))
+    expected = parameter_shapes(model_config(base.state["config"]["model"]))
     new = [name for name in read.names if name not in saved]
     fix = "set extension.from to another model"
     for name in new:
-        # A parameter that the model in `base` should have is missing because the file is damaged.
+        # If the model in `base` should have the parameter of its encoding, the file is damaged.
         kind = kind_of(name)
-        if kind != "lora" and (kind != "position" or name in base_parameters):
+        if kind != "lora" and (kind != "position" or name in expected):
             raise CheckpointError(
                 base.path, f"has no {name}, which the model of this run requires", fix
             )
@@ -98,6 +98,7 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)
+    # Imported checkpoints have no `frozen`.
     were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and were_frozen:
         raise CheckpointError(
@@ -133,10 +134,11 @@ def source_of_frozen(
 
     directory = Path(config.checkpoint.directory)
     if checkpoint is not None:
+        # The run's own checkpoints may be removed, so another one must contain the weights.
         if directory.resolve() not in checkpoint.path.resolve().parents:
             return source_record(checkpoint.path)
 
-        # The run's own checkpoint may omit the weights, too. Then refer to the same source.
+        # If the run's own checkpoint omits the weights, too, refer to the same source.
         if checkpoint.source is not None:
             if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
                 raise CheckpointError(

@@ -74,19 +74,19 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     """
     state = read_state(path)
     sections = state["config"]
-    # Older checkpoints have no `optimizer.kind`; then AdamW was the only one.
-    kind = sections.get("optimizer", {}).get("kind", "adamw")
-    if state["optimizer_steps"] > 0 and kind != config.optimizer.kind:
+    # Checkpoints without `optimizer.kind` are from a time when AdamW was the only optimizer.
+    saved_kind = sections.get("optimizer", {}).get("kind", "adamw")
+    if state["optimizer_steps"] > 0 and saved_kind != config.optimizer.kind:
         raise ConfigError(
             ("optimizer.kind", "checkpoint.resume"),
-            f"is {config.optimizer.kind}, but {path} has the optimizer state of {kind}",
-            f"set optimizer.kind: {kind}, or start another run from these weights"
+            f"is {config.optimizer.kind}, but {path} has the optimizer state of {saved_kind}",
+            f"set optimizer.kind: {saved_kind}, or start another run from these weights"
             " (pretrain.extend_context)",
         )
 
-    base = sections.get("extension", {}).get("from")
+    saved_base = sections.get("extension", {}).get("from")
     extends = config.extension.from_ is not None
-    if extends != (base is not None):
+    if extends != (saved_base is not None):
         problem = "a checkpoint of pretrain.extend_context"
         fix = "continue it with pretrain.extend_context, or export and import it"
         if extends:
@@ -127,9 +127,9 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
         keys += LORA_KEYS
     changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
 
-    # If the setting is a run, its newest checkpoint was extended, and there may be a newer one now.
-    # The saved value is the run's directory if all settings of the model were given, otherwise that
-    # checkpoint. So compare the directories of the runs.
+    # Compare the directories of the runs to extend. If the setting is a run, its newest checkpoint
+    # was extended, and there may be a newer one now. The saved value is the run's directory if all
+    # settings of the model were given, and the checkpoint otherwise.
     before = Path(saved["from"]).resolve()
     now = Path(current["from"]).resolve()
     if before.name.startswith("step-"):
@@ -204,7 +204,7 @@ def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> l
     """Return the settings that differ from the `saved` ones of a checkpoint, and that may change
     the order of the run's data.
 
-    They are in ORDER_KEYS, or within a section in ORDER_KEYS.
+    They are in ORDER_KEYS, or within a section in ORDER_KEYS, such as `data.generator`.
     """
     keys = set(ORDER_KEYS)
     # These do not affect the order of generated data and of examples.
@@ -231,7 +231,7 @@ def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunC
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
     """Return whether `keys` contains the setting `key`, or a section that contains it."""
-    # The dots keep `data.split` from matching `data.splits`.
+    # With the dots at the end, `data.split` does not match `data.splits`.
     return any(f"{key}.".startswith(f"{section}.") for section in keys)
 
 
@@ -248,11 +248,11 @@ def changed_values(
         key = f"{name}.{setting}".removeprefix(".")
         if setting not in before or before[setting] == value:
             continue
-        both = (before[setting], value)
-        if key in _sections() and all(isinstance(one, Mapping) for one in both):
-            yield from changed_values(before[setting], value, key)
+        saved = before[setting]
+        if key in _sections() and isinstance(saved, Mapping) and isinstance(value, Mapping):
+            yield from changed_values(saved, value, key)
         else:
-            yield key, *both
+            yield key, saved, value
 
 
 @functools.cache
@@ -273,14 +273,14 @@ def model_differences(
     `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in
     `free` are skipped. A null equals the value that is derived from other settings.
     """
-    # A derived value may differ only because another setting does, which is reported itself.
+    # A derived value that differs only because another setting does is not reported.
     differing = {key for key, *_ in changed_values(a, b, "model")}
-    free_keys = {f"model.{key}" for key in free}
-    changed = changed_values(_derived(a), _derived(b), "model")
+    reported = differing - {f"model.{key}" for key in free}
+    name_a, name_b = names
     return [
-        f"{key}: {names[0]} {was}, {names[1]} {now}"
-        for key, was, now in changed
-        if key in differing - free_keys
+        f"{key}: {name_a} {value_a}, {name_b} {value_b}"
+        for key, value_a, value_b in changed_values(_derived(a), _derived(b), "model")
+        if key in reported
     ]
 
 
@@ -292,8 +292,8 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     hidden = model.get("hidden_size")
     position = model.get("position")
     # The settings of a checkpoint of another version may have any values.
-    valid = type(heads) is type(hidden) is int and heads > 0 and isinstance(position, Mapping)
-    if not valid:
+    are_ints = type(heads) is int and type(hidden) is int
+    if not are_ints or heads <= 0 or not isinstance(position, Mapping):
         return dict(model)
 
     settings = dict(model)

@@ -37,9 +37,9 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     tokenizer = load_tokenizer(directory)
     # Nothing has compared the checksum of a file that the manifest does not list.
     listed = read_manifest(checkpoint)["files"]
-    if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
+    if unlisted := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
         raise CheckpointError(
-            directory / added[0], "is not listed in the checkpoint's manifest", "remove it"
+            directory / unlisted[0], "is not listed in the checkpoint's manifest", "remove it"
         )
     return tokenizer
 
@@ -59,7 +59,7 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     `start` is the checkpoint that the run continues or starts from, or None. Raises ConfigError if
     the tokenizer at `data.tokenizer` still exists and differs from the one in the checkpoint.
     """
-    # Generated data needs no tokenizer.
+    # Data of a generator needs no tokenizer.
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
     saved = start / TOKENIZER
@@ -71,24 +71,23 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     return replace_settings(config, {"data.tokenizer": str(saved)})
 
 
-def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
-    """Return the tokenizer at `path`, the value of `data.tokenizer`.
+def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> None:
+    """Raise ConfigError if the tokenizer at `path` cannot be loaded or differs from `expected`.
 
-    Raises ConfigError if it cannot be loaded or differs from `expected`. In the message, `name`
-    describes the expected tokenizer, and `fix` says what to do.
+    `path` is the value of `data.tokenizer`. In the message, `name` describes the expected
+    tokenizer, and `fix` says what to do.
     """
     try:
         tokenizer = load_tokenizer(path)
     except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"cannot be used: {error}") from error
-    different = difference(tokenizer_record(tokenizer), tokenizer_record(expected), name)
-    if different is not None:
+    problem = difference(tokenizer_record(tokenizer), tokenizer_record(expected), name)
+    if problem is not None:
         raise ConfigError(
             (_KEY, "checkpoint.resume", "extension.from"),
-            f"{path} {different}",
+            f"{path} {problem}",
             f"{fix}, and preprocess the data with it",
         )
-    return tokenizer
 
 
 def check_tokenizer_exists(config: RunConfig) -> None:

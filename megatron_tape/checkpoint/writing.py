@@ -47,9 +47,11 @@ class Writer:
     """The contents of the tokenizer's files by name."""
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
-        """Save a checkpoint, and return its directory. See `Save` for the arguments and errors.
+        """Save a checkpoint of `step`, and return its directory. All ranks call this together.
 
-        All ranks call this together.
+        `samples` is the number of sequences that the run has trained on or skipped. `progress` is
+        JSON for `state.json`. Raises StaleAttempt if a newer attempt owns the run, and
+        CheckpointError if a rank could not write.
         """
         save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
@@ -90,9 +92,9 @@ class Save:
         self._is_publishing = False
         """Whether the second of the two parts, `_write` and `_publish`, has been started."""
         self._entries: dict[str, FileDigest] = {}
-        """The manifest's entries by file: those of this rank, and on rank 0 finally of all."""
+        """The manifest's entries by file: those of this rank; in `_publish`, rank 0 has all."""
         self._index: dict[str, dict] = {}
-        """The entries of `index.json` by file, likewise."""
+        """The entries of `index.json` by file, also first of this rank, then of all."""
 
         with RankErrors(self._layout, self._attempt.check_owner) as errors:
             if self._layout.rank == 0:
@@ -102,7 +104,7 @@ class Save:
         # Copy everything before training changes it.
         self._state = _state(writer, step, samples, progress)
         self._copy_tensors()
-        self._random = _gather(random_state(), self._layout)
+        self._random_states = _gather_on_rank_0(random_state(), self._layout)
         self._begin(f"could not write checkpoint {step}", self._write)
 
     @property
@@ -121,7 +123,7 @@ class Save:
             return self._root / self._staging.name
 
         # Rank 0 needs the digests and index entries of all ranks' files.
-        for entries, index in _gather((self._entries, self._index), self._layout):
+        for entries, index in _gather_on_rank_0((self._entries, self._index), self._layout):
             self._entries |= entries
             self._index |= index
         self._is_publishing = True
@@ -163,10 +165,10 @@ class Save:
             raise
 
     def _copy_tensors(self) -> None:
-        """Copy the tensors that this rank writes, and choose the number of its file.
+        """Copy the tensors that this rank writes to `_tensors`, and set `_file_number`.
 
-        The number is None if this rank writes no file. Files are numbered by pipeline stage, then
-        by rank.
+        The number is None if this rank writes no file. Files of a tensor-parallel rank are numbered
+        by pipeline stage, then by replica rank.
         """
         layout = self._layout
         engine = self._writer.engine
@@ -179,7 +181,7 @@ class Save:
         )
         self._tensors = engine.training_state(writer_of.__getitem__, with_frozen)
 
-        # (pipeline rank, replica rank) of all ranks that write a file for this shard.
+        # (pipeline rank, replica rank) of the ranks that write for this tensor-parallel rank.
         ranks_of_stages = layout.gather_pipeline_stages(sorted(set(writer_of.values())))
         writing_ranks = [
             (pipeline_rank, rank)
@@ -187,23 +189,23 @@ class Save:
             for rank in ranks
         ]
         this_rank = layout.pipeline_rank, layout.replica_rank
-        self._number = None
+        self._file_number = None
         if this_rank in writing_ranks:
-            self._number = writing_ranks.index(this_rank)
+            self._file_number = writing_ranks.index(this_rank)
 
     def _write(self) -> None:
         """Write this rank's tensors and, on rank 0, the random states of all ranks."""
-        if self._number is not None:
-            name = tensor_file(self._layout.tensor_parallel_rank, self._number)
+        if self._file_number is not None:
+            name = tensor_file(self._layout.tensor_parallel_rank, self._file_number)
             self._entries[name], self._index[name] = write_safetensors(
                 self._staging / name, dict(sorted(self._tensors.items()))
             )
-        if self._random:  # empty except on rank 0
+        if self._random_states:  # empty except on rank 0
             self._entries[RANDOM], _ = write_safetensors(
-                self._staging / RANDOM, pack_states(self._random)
+                self._staging / RANDOM, pack_states(self._random_states)
             )
         # Free the memory of the copies.
-        self._tensors = self._random = None
+        self._tensors = self._random_states = None
 
     def _publish(self) -> None:
         """On rank 0, write the other files, publish the checkpoint, and remove old ones."""
@@ -227,7 +229,7 @@ class Save:
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
 
 
-def _gather(value: Any, layout: ParallelLayout) -> list[Any]:
+def _gather_on_rank_0(value: Any, layout: ParallelLayout) -> list[Any]:
     """Return the `value` of each rank on rank 0, and an empty list on the others."""
     values: list[Any] = []
     if layout.rank == 0:

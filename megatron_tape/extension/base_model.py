@@ -103,8 +103,8 @@ class Base:
         # Reading all weights would take minutes.
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
-            facts = file.stat()
-            digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
 
@@ -134,12 +134,12 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     model = values.get("model", {})
     position = model.get("position", {}) if isinstance(model, dict) else None
     if not isinstance(position, dict):
-        return values  # an error follows when the sections are built
+        return values  # an error is raised when the sections are built
 
     is_complete = model.keys() >= _REQUIRED_MODEL_KEYS
     factor = section.context_factor
     if source is None:
-        _check_needs_no_base(factor, extension and not is_complete)
+        _check_needs_no_base(factor, inherits=extension and not is_complete)
         return values
 
     if factor is not None:
@@ -147,7 +147,8 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     try:
         base = base or find_base(source)
     except ConfigError:
-        # A run that has started may no longer need the model. If it does, `check_base` raises.
+        # A run that has started may no longer need the model. If it does, `check_base` raises the
+        # error later.
         if is_complete:
             return values
         raise
@@ -174,7 +175,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
 def _check_needs_no_base(factor: float | None, inherits: bool) -> None:
     """Raise ConfigError if settings that name no model to extend need one.
 
-    `factor` is `extension.context_factor`. `inherits` is whether the run must inherit settings of
+    `factor` is `extension.context_factor`. `inherits` is true if the run must inherit settings of
     the model: it has a section `extension`, but not all required settings.
     """
     if factor is not None:
@@ -193,10 +194,11 @@ def _check_needs_no_base(factor: float | None, inherits: bool) -> None:
 
 
 def _scale_positions(inherited: dict, given: dict, factor: float | None, base: Base) -> None:
-    """Adapt the settings of `model.position` that a run inherits from `base`.
+    """Adapt in place the settings of `model.position` that a run inherits from `base`.
 
-    They are adapted to another type of scaling in the `given` settings, and to a context that is
-    `factor` times as long. Raises ConfigError if the scaling cannot be multiplied.
+    They are adapted to another type of scaling in the `given` settings of `model.position`, and to
+    a context that is `factor` times as long (None: as long). Raises ConfigError if the scaling
+    cannot be multiplied.
     """
     kind = given.get("rope_scaling_type", "linear")
     # Linear scaling ignores the original length. The other types scale relative to it.
@@ -209,17 +211,17 @@ def _scale_positions(inherited: dict, given: dict, factor: float | None, base: B
 
 
 def _check_determined(model: dict, position: dict) -> None:
-    """Raise ConfigError if the given settings have one that `extension.context_factor` determines.
+    """Raise ConfigError if a setting is given that `extension.context_factor` determines.
 
     `model` and `position` are the given settings of `model` and of `model.position`.
     """
-    for key, section in (
-        ("model.seq_length", model),
-        ("model.position.rope_scaling_factor", position),
+    for section, settings, name in (
+        ("model", model, "seq_length"),
+        ("model.position", position, "rope_scaling_factor"),
     ):
-        if key.rpartition(".")[2] in section:
+        if name in settings:
             raise ConfigError(
-                (key, _FACTOR_KEY),
+                (f"{section}.{name}", _FACTOR_KEY),
                 f"is given, but {_FACTOR_KEY} determines it",
                 f"remove one of them; {_FACTOR_KEY} null disables it",
             )
@@ -258,7 +260,7 @@ def _check_kept_scaling(position: dict, base: Base) -> None:
 
 def _scaling_of(model: ModelConfig) -> str | None:
     """Return the type of a model's RoPE scaling, such as `yarn`, or None if it is not scaled."""
-    # Encodings without rotation have no such setting.
+    # Encodings without rotation have no `rope_scaling_factor`.
     if getattr(model.position, "rope_scaling_factor", 1.0) == 1.0:
         return None
     return model.position.rope_scaling_type
@@ -327,7 +329,7 @@ def _from_checkpoint(path: Path) -> Base:
     its frozen weights is missing.
     """
     state = read_state(path)
-    find_source(path, state)  # raises if it is missing
+    find_source(path, state)  # raises if the checkpoint with frozen weights is missing
     settings = state["config"]["model"]
     try:
         model = model_config(settings)
@@ -368,7 +370,8 @@ def _inherited(base: ModelConfig, encoding: str) -> dict:
 def starts_from_base(config: RunConfig) -> bool:
     """Return whether a run starts from the model that it extends.
 
-    Otherwise it extends no model, or continues a checkpoint, whose weights are extended already.
+    Return False if it extends no model, or if it continues a checkpoint, whose weights are extended
+    already.
     """
     if config.extension.from_ is None:
         return False
@@ -416,7 +419,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
         if name != base_encoding
         and (encoding.starts_as == base_encoding or base_encoding in encoding.replaces)
     ]
-    # The settings that may always change; `may_differ` adds those of a new encoding.
+    # The settings that every extension may change; `may_differ` adds those of this extension.
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
@@ -426,8 +429,8 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
             "position_encoding",
             *(f"position.{key}" for key in _keys_of_position(new_encoding)),
         }
+    # Only some encodings have `increments`. Trained ones mean something else in another mode.
     if getattr(base.model.position, "increments", "fixed") != "fixed":
-        # Trained increments mean something else in another mode.
         changeable.discard("position.increments")
         may_differ.discard("position.increments")
     if base_encoding in ENCODINGS[new_encoding].replaces:
@@ -436,7 +439,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     if base.state is None and model.vocab_size >= base.model.vocab_size:
         may_differ.add("vocab_size")  # an import adds the missing rows
 
-    differences = model_differences(as_dict(base.model), as_dict(model), may_differ)
+    differences = model_differences(as_dict(base.model), as_dict(model), free=may_differ)
     if differences:
         keys = ", ".join(f"model.{key}" for key in sorted(changeable))
         raise ConfigError(
@@ -465,11 +468,11 @@ def _check_length(config: RunConfig, base: Base) -> None:
     With `extension.allow_shorter_context`, it may be.
     """
     length = config.model.seq_length
-    own_length = base.model.seq_length
-    if length < own_length and not config.extension.allow_shorter_context:
+    base_length = base.model.seq_length
+    if length < base_length and not config.extension.allow_shorter_context:
         raise ConfigError(
             ("model.seq_length", "extension.allow_shorter_context", KEY),
-            f"is {length}, but {KEY} {base.path} has contexts of {own_length} tokens",
+            f"is {length}, but {KEY} {base.path} has contexts of {base_length} tokens",
             f"for contexts twice as long, set {_FACTOR_KEY}: 2 instead of model.seq_length and"
             " model.position.rope_*; to train on shorter contexts, set"
             " extension.allow_shorter_context: true",
@@ -502,7 +505,7 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
             "set it to the new context length divided by the old one",
         )
 
-    # Positions stay in the trained range if the factor grows as much as the context.
+    # Positions stay in the trained range if the factor grows at least as much as the context.
     needed_factor = (
         base_position.rope_scaling_factor * config.model.seq_length / base.model.seq_length
     )
@@ -548,16 +551,17 @@ def _check_not_replaced(position: Any, base: Base) -> None:
         replaced.append("rope_scaling_type")
     if scaling is not None and position.rope_scaling_factor < base_position.rope_scaling_factor:
         replaced.append("rope_scaling_factor")
-    if position.rope_scaling_type == scaling:  # others may have any value in these settings
+    # The settings of a scaling type have no meaning for another type.
+    if position.rope_scaling_type == scaling:
         keys = _SCALING_KEYS[scaling]
         replaced += [key for key in keys if getattr(position, key) != getattr(base_position, key)]
 
     if not replaced:
         return
-    key = replaced[0]
+    first = replaced[0]
     raise ConfigError(
-        (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
-        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(base_position, key)}",
+        (*(f"model.position.{key}" for key in replaced), "extension.allow_other_scaling", KEY),
+        f"is {getattr(position, first)}, but {KEY} {base.path} has {getattr(base_position, first)}",
         f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of"
         " model.seq_length for contexts twice as long; to replace it, set"
         " extension.allow_other_scaling: true",
@@ -572,7 +576,8 @@ def _encoding_parameters(model: ModelConfig) -> set[str]:
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
     """Raise ConfigError if `data.tokenizer` differs from the tokenizer of the base model.
 
-    Do nothing if one of them does not exist or cannot be loaded from a Hugging Face model.
+    Do nothing if one of them does not exist, or if the base model is a Hugging Face model whose
+    tokenizer cannot be loaded.
     """
     path = config.data.tokenizer
     directory = base.tokenizer

@@ -40,7 +40,8 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
 
 def _import_if_needed(config: RunConfig, advance: Callable[[], None]) -> Path:
-    """Return the checkpoint that a run starts from, after importing a Hugging Face model.
+    """Return the checkpoint that a run starts from. Import a Hugging Face model if no earlier attempt
+    has done so.
 
     `advance` is called before each tensor is read, so that the watchdog sees progress.
     """
@@ -82,11 +83,12 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
         raise CheckpointError(
             target, f"was not imported from the files that {base.path} has now", fix
         )
-    rows = state["config"]["model"].get("vocab_size")
-    if rows != config.model.vocab_size:
+    imported_size = state["config"]["model"].get("vocab_size")
+    if imported_size != config.model.vocab_size:
         raise CheckpointError(
             target,
-            f"was imported with model.vocab_size {rows}, but the run has {config.model.vocab_size}",
+            f"was imported with model.vocab_size {imported_size}, but the run has"
+            f" {config.model.vocab_size}",
             f"set the run's model.vocab_size back, or {fix}",
         )
 
@@ -110,7 +112,7 @@ def import_on_rank_0(
             status["path"] = work(advance)
         except UserError as error:
             status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
-        except Exception as error:  # or it would be lost in the thread
+        except Exception as error:  # an error that is not stored is lost with the thread
             status["error"] = CheckpointError(
                 KEY, f"cannot be imported: {type(error).__name__}: {error}"
             )
@@ -119,12 +121,12 @@ def import_on_rank_0(
     thread = threading.Thread(target=run_work, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
-    reported = -1
+    reported_tensors = -1
     while True:
         if layout.rank == 0:
             thread.join(POLL_SECONDS)
 
-        # The other ranks wait here for rank 0.
+        # The other ranks wait here for rank 0. Its thread may change `status` meanwhile.
         shared = [dict(status)]
         dist.broadcast_object_list(shared, src=0)
         current = shared[0]
@@ -132,7 +134,8 @@ def import_on_rank_0(
             raise current["error"]
         if current["path"] is not None:
             return current["path"]
-        # Without another tensor, this is no progress, and the watchdog may end the process.
-        if current["tensors"] > reported:
-            reported = current["tensors"]
+        # If no tensor has been read since the last report, there is no progress to report to the
+        # watchdog, which may then end the process.
+        if current["tensors"] > reported_tensors:
+            reported_tensors = current["tensors"]
             watch.progress("importing the model to extend")

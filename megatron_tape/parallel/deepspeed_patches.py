@@ -47,8 +47,8 @@ def skip_inference_op_build() -> None:
 def destroy_group() -> None:
     """Destroy the default process group, and clear DeepSpeed's reference to it.
 
-    If the reference remained, a later `deepspeed.init_distributed` would use the backend of the
-    destroyed group. Unnecessary once DeepSpeed's `destroy_process_group` clears the reference itself.
+    If the reference remained, a later `deepspeed.init_distributed` would keep the backend of the
+    destroyed group. Unnecessary once DeepSpeed's `destroy_process_group` clears it.
     """
     comm.destroy_process_group()
     comm.cdb = None
@@ -143,8 +143,9 @@ def average_and_scatter(
 ) -> list[Tensor]:
     """Average each tensor over `group`, and return this rank's flat partition of each average.
 
-    The context of `waiting` is entered while the rank waits for the others. With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the
-    partitions of the last ranks may be shorter or empty.
+    With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the
+    partitions of the last ranks may be shorter or empty. The context of `waiting` is entered while
+    the rank waits for the others.
     """
     ranks = group.size()
     # Elements of a partition: the quotient is rounded up.

@@ -27,7 +27,7 @@ start at once.
 
 def environment_number(
     name: str,
-    default: int,
+    default: int = 0,
     least: int = 0,
     most: int = MOST_PROCESSES,
     fix: str = FIX,
@@ -49,7 +49,7 @@ def rank_and_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE; the defaults are 0 and 1. Raises UserError if they are
     invalid.
     """
-    rank = environment_number("RANK", default=0)
+    rank = environment_number("RANK")
     return rank, environment_number("WORLD_SIZE", default=1, least=1)
 
 
@@ -57,7 +57,7 @@ def local_rank() -> int:
     """Return LOCAL_RANK, the rank within this node; the default is 0. Raises UserError if it is
     invalid.
     """
-    return environment_number("LOCAL_RANK", default=0)
+    return environment_number("LOCAL_RANK")
 
 
 def local_world_size() -> int:
@@ -71,7 +71,7 @@ def master_port() -> int:
     """Return MASTER_PORT, the port of rank 0, or 0 if it is not set. Raises UserError if it is
     invalid.
     """
-    return environment_number("MASTER_PORT", default=0, least=1, most=LAST_PORT)
+    return environment_number("MASTER_PORT", least=1, most=LAST_PORT)
 
 
 def restart_count() -> int:
@@ -79,7 +79,7 @@ def restart_count() -> int:
     is invalid.
     """
     return environment_number(
-        "SLURM_RESTART_COUNT", default=0, fix="unset it, or submit the job with a script in slurm/"
+        "SLURM_RESTART_COUNT", fix="unset it, or submit the job with a script in slurm/"
     )
 
 

@@ -243,12 +243,7 @@ class GradientNorms(Hook):
             if gradient is not None:
                 gradients[kind_of(name)].append(gradient)
 
-        sums = torch.zeros(
-            2,
-            len(KINDS),
-            dtype=torch.float64,
-            device=layout.device,
-        )
+        sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
         for column, kind_gradients in enumerate(gradients.values()):
             if kind_gradients:
                 norms = torch.stack(torch._foreach_norm(kind_gradients))

@@ -113,18 +113,18 @@ class Matrices:
     def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
         """Return the update of `tensor`, to be multiplied by the learning rate.
 
-        `tensor` is this rank's flat partition of a parameter group. `direction` is its momentum, of
-        the same shape. Padding gets an update of 0. All ranks call this together.
+        `tensor` is this rank's flat partition of a parameter group, and `direction` its momentum.
+        Padding gets an update of 0. All ranks call this together.
         """
         numel = direction.numel()
-        local = direction.reshape(-1).to(self._dtype)
+        local = direction.to(self._dtype)
         begin = self._process_group.rank() * numel
         whole = local.new_empty(numel * self._process_group.size())
         dist.all_gather_into_tensor(whole, local, group=self._process_group)
 
         # Offsets are those in `whole`, the momentum of the group. This rank's partition is
         # [begin, begin + numel).
-        result = torch.zeros_like(direction).view(-1)
+        result = torch.zeros_like(direction)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
             low = max(matrix.first, begin)
@@ -135,7 +135,7 @@ class Matrices:
                 update = self._orthogonal(matrix, momentum).reshape(-1)
                 part = update[low - matrix.first : high - matrix.first]
                 result[low - begin : high - begin] = part
-        return result.view_as(direction)
+        return result
 
     def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:
         """Return this rank's tensor-parallel shard of a matrix's update, given its shard of the
