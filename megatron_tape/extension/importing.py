@@ -40,8 +40,8 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
 
 def _import_if_needed(config: RunConfig, advance: Callable[[], None]) -> Path:
-    """Return the checkpoint that a run starts from. Import a Hugging Face model if no earlier attempt
-    has done so.
+    """Return the checkpoint that a run starts from. Import a Hugging Face model unless an earlier
+    attempt has done so.
 
     `advance` is called before each tensor is read, so that the watchdog sees progress.
     """
