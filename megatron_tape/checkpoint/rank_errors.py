@@ -77,7 +77,8 @@ class RankErrors:
         own_failure = None if self._error is None else self._failure(path)
         failures = self._layout.gather(own_failure)
 
-        # An unexpected error is the one to act on, even if another rank's disk is full.
+        # Ranks may fail with different errors. An unexpected one is the one to act on, even if
+        # another rank's disk is full.
         for kind in (StaleAttempt, UnexpectedCheckpointError, CheckpointError):
             for rank, error in enumerate(failures):
                 if isinstance(error, kind):

@@ -207,7 +207,7 @@ def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> l
     They are in ORDER_KEYS, or within a section in ORDER_KEYS, such as `data.generator`.
     """
     keys = set(ORDER_KEYS)
-    # These do not affect the order of generated data and of examples.
+    # The keys of datasets do not affect the order of generated data and of examples.
     if config.data.prefix is None:
         keys -= set(ORDER_KEYS_OF_DATASETS)
     changed = changed_values(saved, _as_json(config))

@@ -70,8 +70,8 @@ def skip_updates(
 ) -> None:
     """Make the optimizer skip an update if `should_skip` returns true for its gradient norm.
 
-    For such an update, the patched function returns an infinite norm, so that DeepSpeed skips the
-    step as after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
+    The function that computes the norm then returns infinity, so that DeepSpeed skips the step as
+    after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
     DeepSpeed has a hook between the computation of the norm and the update.
     """
     # `update_scale` only logs the message, because bf16 and fp32 use no loss scale.

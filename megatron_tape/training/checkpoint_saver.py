@@ -165,8 +165,8 @@ class CheckpointSaver:
                 logger.info("saved %s", path)
                 return True
 
-            # A signal ends the wait. All ranks must notice it in the same iteration, since they
-            # save together. The number of iterations therefore does not depend on a clock.
+            # The save has failed. Wait for the next try, or for a signal. All ranks must notice the
+            # signal in the same iteration, so the number of iterations does not depend on a clock.
             for _ in range(math.ceil(LAST_SAVE_WAIT / POLL_SECONDS)):
                 if self._engine.layout.any_rank(self._watch.stop is not None):
                     return False

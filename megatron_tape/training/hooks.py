@@ -200,7 +200,8 @@ class GradientNorms(Hook):
     """
 
     _sums: Tensor
-    """The result of `_measure` in the current step."""
+    """Sums of squared gradients, and numbers of gradients, by kind in the current step: (2, kinds).
+    """
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if trainer.logs(step):
@@ -213,7 +214,7 @@ class GradientNorms(Hook):
         if not trainer.logs(step):
             return HookResult()
 
-        # Other steps need no norms.
+        # Do not measure in steps that are not logged.
         trainer.engine.before_update = lambda: None
         dist.all_reduce(self._sums)
         scalars = {}

@@ -123,6 +123,7 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter) 
         raise ValueError("all parameters of the model would be frozen; change extension.trains")
     if isinstance(model, Pipeline) and model.tied is not None:
         # Only the first stage has the parameter, but all stages need to know whether it is trained.
+        # So pass a parameter without data.
         model.tied.trained = trains(
             EMBEDDING, Parameter(torch.empty(model.tied.shape, device="meta"))
         )

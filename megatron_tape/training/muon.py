@@ -179,7 +179,7 @@ class AdamWAndMuon(torch.optim.AdamW):
                 if tensor.grad is not None:
                     self._muon_step(tensor, group["lr"], group["weight_decay"])
 
-        # AdamW updates the tensors of all groups in `param_groups`.
+        # `AdamW.step` updates all groups in `param_groups`, so it must not see those of Muon.
         self.param_groups = adamw_groups
         try:
             if adamw_groups:

@@ -86,9 +86,10 @@ class StepClock:
     def add_up(self, min_changes: int = 0) -> None:
         """Add the times between the recorded changes of phase to the sums, and forget the changes.
 
-        Does nothing if there are fewer than `min_changes` changes. Waits for the GPU. Call this
-        between steps.
+        Does nothing within a phase, or if there are fewer than `min_changes` changes. Waits for the
+        GPU. Call this between steps.
         """
+        # A duration needs two changes.
         if self._open or len(self._changes) < max(2, min_changes):
             return
         if self._stream is not None:
