@@ -109,9 +109,9 @@ def _open_complete(path: Path, layout: ParallelLayout, role: str, fix: str) -> C
 def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[str]]:
     """Open a checkpoint, and compare the checksums of its files.
 
-    Return it and no problems; or None, and a sentence for each problem. Each rank reads the files
-    that it will load, so that all bytes are read once. Raises CheckpointError on all ranks if one
-    of them cannot read a file.
+    Return the checkpoint and no problems; or None, and a sentence for each problem. Each rank
+    compares the files that it will load, so no file is read by two ranks. Raises CheckpointError on
+    all ranks if one of them cannot read a file.
     """
     with RankErrors(layout) as errors:
         if not path.is_dir():

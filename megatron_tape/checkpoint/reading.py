@@ -68,7 +68,7 @@ class Checkpoint:
         size = self.state["tensor_model_parallel_size"]
         shards: dict[str, list[Shard | None]] = {}
         for file, places in read_index(self.path, size).items():
-            # Nothing would check the checksum of such a file.
+            # The manifest has no checksum for such a file, so damage would not be noticed.
             if file not in self.files:
                 raise CheckpointError(
                     self.path / INDEX,
@@ -108,7 +108,7 @@ class Checkpoint:
         for name in names:
             try:
                 sha256 = digest(self.path / name)["sha256"]
-            # A missing file is no damage, either: rank 0 has seen it, so only this node does not.
+            # A missing file is no damage either: rank 0 has seen it, so this node's view is wrong.
             except OSError as error:
                 raise CheckpointError(
                     str(self.path / name), f"cannot be read ({error})", START_AGAIN
@@ -189,8 +189,9 @@ class Reader:
             if None in shards:
                 raise self._unusable(f"has {key} for only some of its {self._saved_size} ranks")
 
+            # The shape of a shard in the checkpoint, which may have been saved with another
+            # tensor-parallel size.
             shape = list(shard_shape(parameter))
-            # The checkpoint may have been saved with another tensor-parallel size.
             if is_sharded(parameter):
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
                 shape[parameter.partition_dim] = whole // self._saved_size

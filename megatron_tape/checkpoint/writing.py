@@ -240,18 +240,21 @@ def _gather_on_rank_0(value: Any, layout: ParallelLayout) -> list[Any]:
 
 
 def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
-    """Return the contents of `state.json`; see `CheckpointState`. All ranks call this together."""
+    """Return the contents of `state.json`, a `CheckpointState`. All ranks call this together.
+
+    `samples` is the number of sequences that the run has trained on or skipped.
+    """
     engine = writer.engine
     layout = engine.layout
-    sharded_in_stage = {
+    sharded_here = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.parameters.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
-    frozen_in_stage = [name for name in engine.parameters if name not in engine.trained]
+    frozen_here = [name for name in engine.parameters if name not in engine.trained]
     sharded: dict[str, dict] = {}
-    for sharded_in_one in layout.gather_pipeline_stages(sharded_in_stage):
-        sharded |= sharded_in_one
+    for sharded_in_stage in layout.gather_pipeline_stages(sharded_here):
+        sharded |= sharded_in_stage
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,
@@ -260,7 +263,7 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
         "tensor_model_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.replica_size,
         "sharded": sharded,
-        "frozen": list(itertools.chain(*layout.gather_pipeline_stages(frozen_in_stage))),
+        "frozen": list(itertools.chain(*layout.gather_pipeline_stages(frozen_here))),
         "frozen_from": writer.frozen_from,
         "config": config_dict(writer.config),
     }

@@ -169,7 +169,8 @@ class Sample(Hook):
         for _ in range(settings.sample_tokens):
             context = ids[-trainer.config.model.seq_length :]
             length = len(context)
-            # Ranks with sequence or context parallelism need shards of equal length.
+            # With sequence or context parallelism, ranks need shards of equal length. So pad to the
+            # next multiple of their number.
             padding = -length % layout.token_layout.sequence_shards
             tokens = torch.tensor([context + [0] * padding], device=layout.device)
             logits = trainer.engine.logits(tokens)[0, length - 1]

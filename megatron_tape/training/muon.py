@@ -116,14 +116,14 @@ class Matrices:
         `tensor` is this rank's flat partition of a parameter group, and `direction` its momentum.
         Padding gets an update of 0. All ranks call this together.
         """
+        # The momentum of the whole group. All offsets below are offsets in it.
         numel = direction.numel()
         local = direction.to(self._dtype)
-        begin = self._process_group.rank() * numel
         whole = local.new_empty(numel * self._process_group.size())
         dist.all_gather_into_tensor(whole, local, group=self._process_group)
 
-        # Offsets are those in `whole`, the momentum of the group. This rank's partition is
-        # [begin, begin + numel).
+        # This rank's partition is [begin, begin + numel).
+        begin = self._process_group.rank() * numel
         result = torch.zeros_like(direction)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()

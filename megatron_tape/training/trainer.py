@@ -282,7 +282,7 @@ class Trainer:
         """Open the data, and build the model, the engine, the hooks and the metrics writer."""
         config = self.config
         layout = self.layout
-        # Before the data is indexed, since files may change meanwhile.
+        # Read the fingerprints before the data is indexed, since files may change meanwhile.
         data_fingerprints = fingerprints(config) if layout.rank == 0 else {}
         self._open_data()
 
@@ -492,7 +492,7 @@ class Trainer:
         seconds = 0.0
         timed_samples = 0
         for step in range(self.step + 1, config.train.steps + 1):
-            # All ranks collect in the same step, so that none waits for another's collection.
+            # All ranks collect garbage in the same step, so that none waits for another.
             if (step - 1) % GARBAGE_INTERVAL == 0:
                 gc.collect()
             for hook in self.hooks.values():
