@@ -71,7 +71,7 @@ def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
     Raises CheckpointError if it is not complete or cannot be read. All ranks call this together.
     """
     fix = "download or write it again, or change extension.from"
-    checkpoint = _open_complete(path, layout, "has the initial weights of the run", fix)
+    checkpoint = _open_complete(path, layout, role="has the initial weights of the run", fix=fix)
     _open_source(checkpoint, layout)
     return checkpoint
 

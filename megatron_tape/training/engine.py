@@ -456,7 +456,7 @@ class Engine:
             # Collective, so ranks that do not own the tensor take part, too.
             whole = zero_partitions.whole_tensor(parameter, kind)
             if owner(key) == self.layout.replica_rank:
-                state[key] = whole.to("cpu").contiguous()
+                state[key] = whole.to("cpu")
         return state
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
