@@ -94,7 +94,7 @@ class Save:
         self._entries: dict[str, FileDigest] = {}
         """The manifest's entries by file: those of this rank; in `_publish`, rank 0 has all."""
         self._index: dict[str, dict] = {}
-        """The entries of `index.json` by file: those of this rank; in `_publish`, rank 0 has all."""
+        """The entries of `index.json` by file: those of this rank; in `_publish`, of all ranks."""
 
         with RankErrors(self._layout, self._attempt.check_owner) as errors:
             if self._layout.rank == 0:
