@@ -56,9 +56,9 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
     """Return the place of each tensor by file and key, from `index.json` of a checkpoint.
 
     `tensor_size` is the tensor-parallel size with which the checkpoint was saved. The keys are
-    those in the files, which have the parameters' old names in format 3. Raises FileError if
-    the index is malformed; its subclass CheckpointError if it lists a file that is not a tensor
-    file of this checkpoint.
+    those in the files, which have the parameters' old names in format 3. Raises FileError if the
+    index is malformed; its subclass CheckpointError if it lists a file that is not a tensor file of
+    this checkpoint.
     """
     path = checkpoint / INDEX
     files = read_record(path, Index)["files"]

@@ -196,8 +196,8 @@ class ScatteredGradients:
     def _finish_pending(self) -> None:
         """Wait for pending reduce-scatters, and add their averages to ZeRO's gradients.
 
-        On a GPU, the kernels and the sends between pipeline stages that are started later wait for
-        them, too.
+        On a GPU, the kernels and the sends between pipeline stages that are started later also wait
+        for the reduce-scatters.
         """
         while self._pending:
             group, work, shard = self._pending.pop(0)

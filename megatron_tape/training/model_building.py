@@ -94,7 +94,7 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
         train.recompute,
     )
 
-    # The last one is that of Arm CPUs.
+    # `bf16` is the name of these instructions on Arm CPUs.
     bf16_instructions = {"avx512_bf16", "amx_bf16", "bf16"}
     supported = {name for name, has in torch.cpu.get_capabilities().items() if has}
     if train.precision == "bf16" and layout.device.type == "cpu":

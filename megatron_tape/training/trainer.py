@@ -343,7 +343,7 @@ class Trainer:
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
 
-        # The checkpoint is older than the spike, so it does not count it.
+        # The checkpoint is older than the spike, so its `progress` does not count the spike.
         if self.spikes:
             self.progress[SPIKE_COUNT] = self.spikes
         if self.layout.rank == 0:  # only this rank writes `progress`
