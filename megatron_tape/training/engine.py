@@ -223,8 +223,8 @@ class Engine:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
-            # DeepSpeed itself skips a step whose gradient is not finite. It counts as a bad step, not
-            # as a spike.
+            # DeepSpeed itself skips a step whose gradient is not finite. This is a bad step, not a
+            # spike.
             if not math.isfinite(norm):
                 return False
             if not self.layout.any_rank(predicate(self._mean_loss(), norm)):

@@ -105,8 +105,8 @@ class StepTimes(Hook):
 
         warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
         if self._started and layout.rank == 0 and warns:
-            # `computing_times` are averages over `steps` steps. They are repeated, so that each step
-            # counts once in the mean.
+            # `computing_times` are averages over `steps` steps. They are repeated, so that each
+            # step counts once in the mean.
             self._compared_times += [computing_times] * steps
             if len(self._compared_times) >= WINDOW:
                 self._report_slow([statistics.fmean(times) for times in zip(*self._compared_times)])
