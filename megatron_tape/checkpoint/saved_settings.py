@@ -192,7 +192,8 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     Settings that were not saved or do not affect the computation are skipped.
     """
     sentences = []
-    # Other settings of the model are equal (see `check_same_model`), or null in one version.
+    # Skip the other settings of the model: `check_same_model` has found them equal, so they differ
+    # only in that one version has a null for a derived value.
     for key, was, now in changed_values(saved, _as_json(config)):
         changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
         if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):

@@ -64,7 +64,7 @@ class ParallelLayout:
         self.token_layout = TokenLayout.of(groups, sequence_parallel)
         """Distribution of sequences, tokens and heads over the ranks."""
         self.mpu = deepspeed_mpu(groups)
-        """See `deepspeed_mpu`."""
+        """The model parallel unit for `deepspeed.initialize`."""
 
         self.rank = dist.get_rank()
         """Global rank."""

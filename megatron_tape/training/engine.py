@@ -349,7 +349,8 @@ class Engine:
                 self.deepspeed_engine.step()
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
-        """Do the same as `_run` with Megatron's pipeline schedule, which calls the model.
+        """Sum the losses and gradients of the micro-batches with Megatron's pipeline schedule, which
+        calls the model, and update the weights.
 
         DeepSpeed's hooks still accumulate the gradients, and average them during the last backward
         pass. The gradient of a tied embedding is averaged afterwards, because the last pipeline

@@ -56,7 +56,7 @@ class StepTimes(Hook):
         """Number of steps since the last logged one."""
         self._names: Sequence[str] = ()
         """The node and GPU of each rank."""
-        self._started = False
+        self._warmed_up = False
         """Whether the first logged step is over. Steps up to it include start-up costs, and are not
         compared.
         """
@@ -104,14 +104,14 @@ class StepTimes(Hook):
         metrics.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
 
         warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
-        if self._started and layout.rank == 0 and warns:
+        if self._warmed_up and layout.rank == 0 and warns:
             # `computing_times` are averages over `steps` steps. They are repeated, so that each
             # step counts once in the mean.
             self._compared_times += [computing_times] * steps
             if len(self._compared_times) >= WINDOW:
                 self._report_slow([statistics.fmean(times) for times in zip(*self._compared_times)])
                 self._compared_times = []
-        self._started = True
+        self._warmed_up = True
 
     def _report_slow(self, means: list[float]) -> None:
         """Warn about slow ranks. `means` are the mean computing times of all ranks in seconds."""

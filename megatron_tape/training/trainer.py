@@ -534,7 +534,8 @@ class Trainer:
     def _save_if_due(self, step: int) -> str | None:
         """Save a checkpoint after `step` if it is due, or if a signal asked the run to stop.
 
-        Return the result of `_train` if the run stops here, and None if it continues.
+        Return a phrase such as `stopped the run after step 7` if the run stops here, and None if it
+        continues.
         """
         with self.engine.clock.phase(SAVE):
             self.saves.poll()
