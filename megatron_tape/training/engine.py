@@ -349,8 +349,8 @@ class Engine:
                 self.deepspeed_engine.step()
 
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
-        """Sum the losses and gradients of the micro-batches with Megatron's pipeline schedule, which
-        calls the model, and update the weights.
+        """Sum the losses and gradients of the micro-batches, and update the weights. Megatron's
+        pipeline schedule calls the model.
 
         DeepSpeed's hooks still accumulate the gradients, and average them during the last backward
         pass. The gradient of a tied embedding is averaged afterwards, because the last pipeline
