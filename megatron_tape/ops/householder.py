@@ -128,6 +128,8 @@ def scores_through_reflections(
     queries = q_ArRD.reshape(len(q_ArRD), r * R, D)
     # The queries after block j, transformed to its end; none after the last block.
     later = queries[:, r * R :]
+    # By `unbind`, since the gradient of every index would be as large as the whole tensor.
+    keys_and_w, U, at_end = (x[:count].unbind() for x in (keys_and_w, U, at_end))
     scores_of_blocks = []
 
     for j in reversed(range(count)):

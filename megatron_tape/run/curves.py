@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import parse_record, read_yaml
 from megatron_tape.run.metrics import (
@@ -18,6 +16,7 @@ from megatron_tape.run.metrics import (
     TFLOPS_PER_SECOND,
     TOKENS_PER_SECOND,
     VALIDATION_LOSS,
+    Row,
     read_lines,
 )
 
@@ -29,12 +28,6 @@ DURING = "evaluation/"
 """Prefix of the metrics of tasks that run during training (section `evaluation`)."""
 MOST_POINTS = 1 << 12
 """Maximum number of points per curve. Longer curves keep every second, fourth, ... point."""
-
-
-class _Row(TypedDict):
-    """The key that every row of `metrics.jsonl` has."""
-
-    step: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ def read_run(path: Path) -> Run:
         if not line.endswith(b"\n"):
             break  # the run is still writing this line
         try:
-            values = parse_record(line, _Row)
+            values = parse_record(line, Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
         # Texts and null are no points of a curve. The test excludes booleans, which are integers.

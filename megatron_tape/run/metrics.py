@@ -288,7 +288,7 @@ class _RecordFile:
             self._file.close()
 
 
-class _Row(TypedDict):
+class Row(TypedDict):
     """The key that every row of `metrics.jsonl` has."""
 
     step: float
@@ -300,7 +300,7 @@ def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
     """
     for line in read_lines(path):
         with suppress(ValueError):
-            if parse_record(line, _Row)["step"] <= step:
+            if parse_record(line, Row)["step"] <= step:
                 # The last row may be complete but lack its line end.
                 yield line.removesuffix(b"\n") + b"\n"
 
