@@ -109,6 +109,7 @@ def read_settings(
     settings_by_key = {}
     for setting in settings_of(section):
         settings_by_key.setdefault(setting.key, []).append(setting)
+    # "" for --help without a section.
     if options.help is not None:
         _print_help(parser, section, options.help)
     if unknown:
@@ -263,7 +264,8 @@ def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) 
     for setting in settings:
         key = setting.key
         outer, _, name = key.rpartition(".")
-        # The first of `settings` need not be a section: `--help train.steps` shows one setting.
+        # A top-level section begins a group. The first of `settings` need not be a section: `--help
+        # train.steps` shows one setting, in a group titled `train`.
         if group is None or not outer:
             title = outer
             if setting.sections:

@@ -201,7 +201,7 @@ def _refusal(
 
     # A value of a union has an error for each member of the union. The member that fits best has
     # the error with the longest key. Among the errors of this member, those about a value of the
-    # right type say more.
+    # right type say more. The others have types such as int_type.
     first_key, _ = invalid[0]
     key = max((key for key, _ in invalid if key.startswith(first_key)), key=len)
     same_key = [item for other, item in invalid if other == key]
@@ -298,6 +298,7 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")
+    # The keys of the same section by their last part.
     siblings = {
         other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
     }

@@ -109,7 +109,7 @@ class MetricsWriter:
 
         self._events: SummaryWriter | None = None
         self._events_directory = directory / "tensorboard" if tensorboard else None
-        # TensorBoard hides what earlier attempts logged from this step on. A new run also hides
+        # TensorBoard hides what earlier attempts logged from `first_step` on. A new run also hides
         # step 0, at which an earlier attempt has shown its configuration.
         first_step = resume_step + 1 if resume_step else 0
         self._open_events(first_step)
@@ -119,7 +119,7 @@ class MetricsWriter:
     ) -> None:
         """Log the scalars of `step` by metric. Does not raise if the disk is full or fails.
 
-        The row in `metrics.jsonl` also contains the time and the texts `words`. Numbers that are
+        The row in `metrics.jsonl` also contains the time and `words`, texts by key. Numbers that are
         not finite become null in it.
         """
         assert step > self._last_step, "log every step once, in order"
