@@ -79,8 +79,8 @@ def with_config_option(arguments: list[str]) -> list[str]:
     if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *others = arguments
-    # A setting without dashes, not a file such as lr=0.1/config.yaml. The parser refuses it with a
-    # better message.
+    # This is a setting without dashes, not a file such as lr=0.1/config.yaml. The parser refuses it
+    # with a better message.
     if "=" in recipe and not Path(recipe).is_file():
         return arguments
     return [f"--config={recipe}", *others]

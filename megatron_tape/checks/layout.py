@@ -256,7 +256,7 @@ def _validate_sent_state(config: RunConfig) -> None:
     """
     encoding = encoding_of(config.model)
     pipeline_size = config.parallel.pipeline_model_parallel_size
-    # Layer 0 receives no state. Whether later layers do as layer 1 is checked below.
+    # Layer 0 receives no state, so layer 1 decides. Later layers are compared with it below.
     sends_state = encoding.sends_state(1)
 
     # A class that does not override the method has that of the base class.

@@ -41,7 +41,7 @@ class Stage:
         try:
             yield
         except ConfigError as error:
-            if self.number == 0:
+            if self.number == 0:  # the first stage has the datasets of `data.prefix`
                 raise
             keys = tuple(KEY if key == "data.prefix" else key for key in error.subjects)
             raise ConfigError(keys, error.problem, error.fix, error.place) from None

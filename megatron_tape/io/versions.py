@@ -30,7 +30,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
             continue
 
     if "torch" in installed:
-        # The metadata of the wheels on PyPI leave out the build. Its own file `version.py` has it.
+        # The metadata of the wheels on PyPI leave out the build. torch's file `version.py` has it.
         # Running that file takes milliseconds, importing torch seconds.
         torch = importlib.util.find_spec("torch")
         installed["torch"] = runpy.run_path(f"{Path(torch.origin).parent}/version.py")[

@@ -119,8 +119,8 @@ class MetricsWriter:
     ) -> None:
         """Log the scalars of `step` by metric. Does not raise if the disk is full or fails.
 
-        The row in `metrics.jsonl` also contains the time and `words`, texts by key. Numbers that are
-        not finite become null in it.
+        The row in `metrics.jsonl` also contains the time and `words`, texts by key. Numbers that
+        are not finite become null in it.
         """
         assert step > self._last_step, "log every step once, in order"
         self._last_step = step

@@ -109,11 +109,13 @@ def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
+    # From the lowest digit to the highest.
     digits = []
     carry = 0
     for column in columns.tolist():
         carry, digit = divmod(column + carry, 10)
         digits.append(digit)
+    # The highest column is 0 unless the column below it carries.
     if digit == 0:
         digits.pop()
     return np.array(digits)
