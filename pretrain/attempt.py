@@ -207,7 +207,7 @@ def begin(options: argparse.Namespace) -> None:
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    # Checked after the settings, since this asks Slurm.
+    # Checked after the settings, since this check asks Slurm.
     _refuse_other_job(run, attempts, options.job)
 
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has

@@ -256,7 +256,7 @@ def read_texts(
     """Yield the text of each document and the number of input bytes read so far.
 
     Raises FileError at the first bad document; the message names `option`, which sets `text_key`.
-    See `parse_chunk` for bad documents. A document of more than `document_bytes` is bad, too.
+    A document of more than `document_bytes` is bad and, unless `keep_empty` is true, an empty text.
     """
     check_text_keys(paths, text_key, option)
     for chunk in read_chunks(paths, text_key, chunk_bytes=1 << 18, document_bytes=document_bytes):

@@ -332,7 +332,7 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
         "added_tokens_decoder": {"2": {"content": "<s>"}},
     }
     loaded = load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config))
-    assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix) == (800, 2, 2, [2])
+    assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix_ids) == (800, 2, 2, [2])
     assert loaded.digest == load_tokenizer(tokenizer_path).digest
 
 

@@ -426,7 +426,7 @@ def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys,
     command = ["--model=run", "--output=out", "--device=cpu"]
     settings = ["--perplexity.data=text.jsonl", "--perplexity.lengths=[8]", "--perplexity.stride=4"]
     assert evaluate.main(["perplexity", *command, *settings]) == 0
-    ids = [*reader.prefix, *reader.encode(TURKISH)]
+    ids = [*reader.prefix_ids, *reader.encode(TURKISH)]
     parts = [ids[start : start + len(read[0])] for start in range(len(ids))]
     assert read
     assert all(window in parts for window in read)

@@ -208,7 +208,7 @@ def test_special_tokens_in_text_are_matched_only_with_a_chat_template(tmp_path):
     ids = theirs.apply_chat_template([{"content": "hello"}], tokenize=True, return_dict=False)
     assert ids == [3, *ours.encode("hello"), 4]
     assert theirs("a b")["input_ids"] == [1, *ours.encode("a b")]
-    assert load_tokenizer(tmp_path / "out").prefix == [1]
+    assert load_tokenizer(tmp_path / "out").prefix_ids == [1]
     text = "a<|im_end|>b <s> c"
     assert theirs(text, add_special_tokens=False, split_special_tokens=True)[
         "input_ids"

@@ -401,8 +401,8 @@ def test_repeating_the_command_does_nothing_and_more_seeds_add_runs(compared, re
     assert compare.main(arguments(recipe, output)) == 0
     assert "all runs are finished already" in capsys.readouterr().err
     assert (output / "comparison.json").read_bytes() == before
-    assert plan_of(recipe, output, "--logging.interval=2").left == []
-    left = [run.name for run in plan_of(recipe, output, seeds=3).left]
+    assert plan_of(recipe, output, "--logging.interval=2").unfinished == []
+    left = [run.name for run in plan_of(recipe, output, seeds=3).unfinished]
     assert left == ["rope, seed 3", "tape+token_mixing=per_head, seed 3"]
 
 
@@ -447,7 +447,7 @@ def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path):
     target = tmp_path / "out" / "rope" / "seed-1"
     target.parent.mkdir(parents=True)
     target.symlink_to(output / "rope" / "seed-1")
-    assert len(plan_of(recipe, tmp_path / "out").left) == 3
+    assert len(plan_of(recipe, tmp_path / "out").unfinished) == 3
     assert compare.main(arguments(recipe, tmp_path / "out", "--only=0")) == 0
     assert not (tmp_path / "out" / "comparison.json").exists()
 
@@ -458,7 +458,7 @@ def test_a_run_started_with_other_settings_is_not_continued(compared, recipe, tm
     started.mkdir(parents=True)
     settings = (output / "rope" / "seed-1" / "config.yaml").read_text()
     (started / "config.yaml").write_text(settings)
-    assert len(plan_of(recipe, tmp_path / "out").left) == 4
+    assert len(plan_of(recipe, tmp_path / "out").unfinished) == 4
     with pytest.raises(UserError) as error:
         plan_of(recipe, tmp_path / "out", "--optimizer.lr=0.1")
     assert error.value.subject == str(started)
