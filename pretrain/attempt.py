@@ -115,8 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.verb == "check":
         check_job(_training_arguments(options.arguments, scratch=""), options.module)
     elif options.verb == "chain":
-        directories = checked_chain_directories(options.arguments, options.scratch)
-        print(*directories, sep="\n")
+        print(*checked_chain_directories(options.arguments, options.scratch), sep="\n")
     elif options.verb == "decide":
         judge(options.run, options.checkpoints, options.attempt, options.exit_status)
     else:
@@ -130,6 +129,7 @@ def check_job(arguments: list[str], module: str | None) -> None:
     also if they do not fit the model that the run extends.
     """
     config = parse_run_config(arguments)
+    # None skips the check that the program fits the recipe.
     extends = None if module is None else module == EXTENDING
     base = None
     if extends and starts_from_base(config):

@@ -599,18 +599,18 @@ class DocumentWindows(Dataset):
         number = int(np.searchsorted(self._ends_of_remainders, start, side="right"))
         while missing:
             document = int(self._order[number])
-            left = int(self._left[document])
-            begin = int(self._ends_of_remainders[number]) - left
+            remainder_length = int(self._left[document])
+            remainder_start = int(self._ends_of_remainders[number]) - remainder_length
             # The previous window may end in this remainder.
-            skipped = max(0, start - begin)
-            length = min(missing, left - skipped)
+            skipped = max(0, start - remainder_start)
+            length = min(missing, remainder_length - skipped)
 
             # The remainder begins after the document's whole windows.
             whole = int(self._ends_of_whole[document]) - self._first_whole(document)
             part = self._read(document, whole * self._seq_length + skipped, length)
             if parts:
                 # The label of the previous remainder's last token.
-                labels.append(self._read(document, 0, 1))
+                labels.append(self._read(document, offset=0, length=1))
             labels.append(part[1:])
             parts.append(part)
             missing -= length

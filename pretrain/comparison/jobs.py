@@ -190,7 +190,7 @@ class Jobs:
             next_phase += 1
         if next_phase == len(run.phases):
             self._conclude(run, time.monotonic() - active.started)
-        elif self.stopped is not None:
+        elif self._signals:
             return  # the same command continues the run
         elif status in (0, EXIT_RESTART):
             self._start_phase(run, slot, active.started, next_phase)
@@ -223,7 +223,7 @@ class Jobs:
         running = [f"{active.run.name} ({active.phase_name})" for active in self._active.values()]
         if running:
             line += f"; running: {', '.join(running)}"
-        if self.stopped is not None:
+        if self._signals:
             line += "; saving and ending"
         return line
 
