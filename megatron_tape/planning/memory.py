@@ -233,7 +233,7 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
         # A bucket is in the communication precision. The optimizer step makes an fp32 copy of the
         # gradients.
         bucket = plan.gradient_width * plan.config.deepspeed.reduce_bucket_size
-        gathered = 0  # weights of other ranks
+        gathered = 0  # bytes of weights gathered from all ranks
         if ranks > 1:
             gathered = plan.width * min(plan.elements, LIVE_PARAMETERS)
         return ModelStateMemory(
