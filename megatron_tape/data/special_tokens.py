@@ -66,7 +66,7 @@ class SpecialTokens:
                 ) from None
         self.config: dict[str, Any] = settings[CONFIG]
         """The content of `tokenizer_config.json`."""
-        # transformers writes added tokens to one of two files, depending on its version.
+        # Added tokens are in `tokenizer_config.json`, in `added_tokens.json`, or in both.
         self._decoder = self.config.get("added_tokens_decoder", {})
         self._added = settings[ADDED]
         self._added |= {token["content"]: int(index) for index, token in self._decoder.items()}

@@ -246,8 +246,7 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
         training_score("arithmetic", teraflops, "neither", unit="TFLOP"),
     ]
 
-    # The first metric that ranks variants is in the headline, so time comes before parameters, and
-    # the loss before both.
+    # The first metric that ranks variants is in the headline, so the loss comes before the time.
     tokens_per_second = run.curve(TOKENS_PER_SECOND).median
     if tokens_per_second:
         seconds = train.global_batch_size * config.model.seq_length / tokens_per_second

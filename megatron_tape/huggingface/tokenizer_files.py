@@ -277,7 +277,7 @@ def _from_sentencepiece(
             special_tokens=[(bos_token, tokenizer.bos)],
         )
 
-    # Settings that do not change the ids of a text.
+    # Settings that do not concern the vocabulary.
     settings = _new_settings(context, token_by_key)
     original_settings = tokenizer.special_tokens.config
     for key in ("chat_template", "model_max_length", "padding_side", "split_special_tokens"):
@@ -296,7 +296,9 @@ def _convert_sentencepiece(model: Any) -> Any:
     from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-    # Special and byte tokens must not match text. One of a single character cannot be cut below.
+    # Special and byte tokens must not match text. User-defined tokens do in SentencePiece, but
+    # `_check_same_ids` refuses a tokenizer whose ids differ. A token of a single character cannot
+    # be cut below.
     pieces = model.pieces
     unmatched_names = [
         piece.piece for piece in pieces if piece.type != _NORMAL and len(piece.piece) > 1

@@ -116,7 +116,7 @@ class LanguageModel(torch.nn.Module):
             model_config, self.dtype, torch.device(device), shifted_sparse
         )
         """The attention backend for `device`, where the caller must place the parameters."""
-        # Triton works here if the attention backend could be triton.
+        # Triton works here if it is the chosen attention backend.
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)

@@ -153,7 +153,6 @@ class _GraphInputs(Function):
         ctx.weak_call = weak_call
         # The gradient of an input that attention does not use stays None.
         ctx.set_materialize_grads(False)
-        # New tensors: an input returned as it is would be a leaf, which the graph keeps alive.
         return tuple(None if x is None else x.detach() for x in tensors)
 
     @staticmethod

@@ -379,5 +379,5 @@ def _needs_mask(plan: Plan) -> bool:
     """
     if plan.attention.backend not in ("torch", "torch_wide", "naive"):
         return False
-    # With any of these needs, attention masks its scores block by block.
+    # With any of these needs, attention has no mask tensor, or is estimated without it.
     return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS} & plan.encoding.needs

@@ -18,7 +18,9 @@ ALL_TO_ALL = "all-to-all"
 SEND = "send"
 BROADCAST = "broadcast"
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST, SEND)
-"""Kinds of collectives. The name of torch's operator begins with the kind, but has no hyphens."""
+"""Kinds of communication. The name of torch's operator begins with the kind, apart from hyphens and
+underscores.
+"""
 
 PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's default of stage3_param_persistence_threshold: parameters with fewer elements are not

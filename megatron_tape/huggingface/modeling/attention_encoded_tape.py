@@ -113,9 +113,9 @@ def attend_with_scores(
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, num_keys))
         if sums_BHT is not None:
-            # The sum of the log gates after key j up to query i. Relative to the block's first
-            # query, sums are small enough for float32. The first sum cancels, so it needs no
-            # gradient.
+            # The sum of the log gates after key j up to query i. Sums relative to the block's first
+            # query are small for keys near it, so that float32 keeps their differences. The first
+            # sum cancels, so it needs no gradient.
             first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
             since_BHt = (sums_BHT[..., :num_keys] - first_sums_BH1).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])

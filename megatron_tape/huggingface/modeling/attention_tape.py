@@ -21,7 +21,7 @@ head.
 BLOCK_SCORES = 2**21
 """Maximum scores of one key/value head in a block."""
 THREAD_SCORES = 2**19
-"""Maximum scores that a thread computes at a time, so that they stay in the CPU's caches."""
+"""Maximum scores that a thread computes at a time."""
 SERVERS = ("vllm", "sglang")
 """Attention functions of servers, which store one key and one value per token, but no position
 state.
@@ -248,7 +248,7 @@ def attend_by_blocks(
     G, T = key.shape[1:3]
     E = value.shape[-1]
     R = H // G  # query heads per key/value head
-    # Half-precision matrix products are slow on CPUs.
+    # For precision. On many CPUs, products in fp16 are also slow.
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled_query = query.to(dtype).mul(scaling)
     # The first axis has the B G key/value heads of all sequences.
@@ -257,7 +257,7 @@ def attend_by_blocks(
     values = value.flatten(0, 1).to(dtype)
 
     output = query.new_empty(B, S, H, E)
-    # At least 16 queries per block, even if long sequences then exceed BLOCK_SCORES.
+    # At least 16 queries per block, even if the block then exceeds BLOCK_ROWS or BLOCK_SCORES.
     block_queries = min(S, max(16, min(BLOCK_ROWS, BLOCK_SCORES // T) // R))
     # At least one key/value head, and at most THREAD_SCORES scores for each thread.
     heads_at_once = min(

@@ -29,13 +29,14 @@ class EncodedLayer(GrowingLayer):
         state = {name: value for name, value in vars(self).items() if name != "_buffers"}
         return type(self), (), state
 
-    # transformers calls the methods below for beam search, assisted generation and new prompts.
-
     def _apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace each of the encoding's tensors by `function` of it."""
         self.encoding_tensors = {
             name: function(tensor) for name, tensor in self.encoding_tensors.items()
         }
+
+    # The methods below override those of transformers' cache layers, which beam search and assisted
+    # generation call.
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each sequence by the one at its index in beam_idx (B,), for beam search."""

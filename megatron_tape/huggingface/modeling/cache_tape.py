@@ -28,7 +28,7 @@ def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that may not be able to store the position state with
     the values.
     """
-    # Not isinstance: subclasses such as QuantizedCache store values in other formats.
+    # Not isinstance: subclasses may store values in other formats.
     if cache is not None and type(cache) not in SUPPORTED_CACHES:
         raise NotImplementedError(
             f"TAPE models do not support {type(cache).__name__}, which may be unable to store the"

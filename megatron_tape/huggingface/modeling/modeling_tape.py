@@ -115,7 +115,7 @@ class TapePreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         """Return True, which allows `set_attn_implementation`.
 
-        transformers' own method would search this file's text for a call that TAPE does not use.
+        transformers' own method guesses this from the text of this file, which need not exist.
         """
         return True
 

@@ -93,7 +93,7 @@ class _Tiles:
         """Yield each block of queries, and the blocks of keys to which they attend."""
         for start in range(0, self.S, QUERIES):
             stop = min(start + QUERIES, self.S)
-            # The first key is rounded down, so that blocks of keys start at multiples of KEYS.
+            # Rounded down to the start of a block of keys.
             low = self.first_seen[start] // KEYS * KEYS
             high = stop + self.offset
             columns = [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
