@@ -39,8 +39,7 @@ HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
 """Beginning of the names of the temporary directories in the cache."""
 _ABANDONED_SECONDS = 86_400.0
-"""Age at which a temporary directory is removed, because the job that made it is
-assumed to be dead."""
+"""Age at which a temporary directory is removed: the job that made it is assumed to be dead."""
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
