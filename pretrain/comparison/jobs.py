@@ -146,7 +146,7 @@ class Jobs:
                 time.sleep(self._pause)
         finally:
             self._progress.end()
-            # After an error in this process, nothing records the results of the programs.
+            # Runs are still active only after an error. Nothing would record their results.
             for active in self._active.values():
                 active.process.kill()
             for number, handler in handlers.items():
