@@ -109,8 +109,8 @@ def test_positions_are_fp32_in_a_bf16_model():
     h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = {name: weight.double() for name, weight in parameters.items()}
     with torch.no_grad():
-        found = built.encoding.predicted(parameters, h)
-        expected = built.encoding.predicted(exact, h.double())
+        found = built.encoding.predicted_positions(parameters, h)
+        expected = built.encoding.predicted_positions(exact, h.double())
         gate, content, position = parameters.values()
         in_bf16 = linear(silu(linear(h, gate)) * linear(h, content), position)
     assert found.dtype == torch.float32
