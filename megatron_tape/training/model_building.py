@@ -95,10 +95,9 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
     )
 
     # `bf16` is the name of these instructions on Arm CPUs.
-    bf16_instructions = {"avx512_bf16", "amx_bf16", "bf16"}
-    supported = {name for name, has in torch.cpu.get_capabilities().items() if has}
+    bf16_instructions = ("avx512_bf16", "amx_bf16", "bf16")
     if train.precision == "bf16" and layout.device.type == "cpu":
-        if not bf16_instructions & supported:
+        if not any(map(torch.cpu.get_capabilities().get, bf16_instructions)):
             logger.warning(
                 "warning: train.precision is bf16, but this CPU has no bf16 instructions, so fp32"
                 " is faster: --train.precision fp32"
