@@ -94,6 +94,9 @@ def test_a_step_enters_a_stage_even_if_skipped_data_ends_in_its_middle(trained, 
     stages = [SimpleNamespace(start=0), SimpleNamespace(start=100)]
     train = SimpleNamespace(batch_size=lambda samples: 8)
     trainer = SimpleNamespace(
-        _trained_samples=trained, samples=samples, stages=stages, config=SimpleNamespace(train=train)
+        _trained_samples=trained,
+        samples=samples,
+        stages=stages,
+        config=SimpleNamespace(train=train),
     )
     assert Trainer.enters_stage.fget(trainer) == enters
