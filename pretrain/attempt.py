@@ -265,7 +265,7 @@ def _check_last_attempt(run: Path, earlier: list[AttemptRecord], step: int, job:
         command_line.log(f"attempt {last.number}: {last_error(last)}")
 
 
-def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> None:
+def judge(run: Path, checkpoints: str, number: int, exit_status: int) -> None:
     """Print and record the verdict on attempt `number`, which has ended: done, again or stop.
 
     After `stop`, also print the traceback. `exit_status` is that of srun; those in

@@ -67,7 +67,7 @@ def main() -> None:
     command_line.log(f"{arguments.output}: {counted(count, 'document')}, {size / 1e6:,.1f} MB")
 
 
-def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
+def standard_library(seed: int | None) -> Iterator[dict[str, str]]:
     """Yield {"text", "path"} of the standard library's non-empty modules and tests.
 
     They are sorted by path, or shuffled with the seed.
@@ -80,9 +80,7 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
             yield {"text": text, "path": name}
 
 
-def folders(
-    root: Path, suffixes: Sequence[str], seed: int | None = None
-) -> Iterator[dict[str, str]]:
+def folders(root: Path, suffixes: Sequence[str], seed: int | None) -> Iterator[dict[str, str]]:
     """Yield {"text", "path"} of `root` and each folder below it; the text joins its files.
 
     The files are sorted by name, and each follows a line with its path. Hidden folders, installed

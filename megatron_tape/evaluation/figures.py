@@ -319,7 +319,7 @@ def length_name(length: int) -> str:
     return f"{length:,}"
 
 
-def limits(values: Iterable[float], fraction: bool = False) -> tuple[float, float]:
+def limits(values: Iterable[float], fraction: bool) -> tuple[float, float]:
     """Return the limits of an axis with a margin: around the values, or around 0 to 1 if they are
     fractions.
 

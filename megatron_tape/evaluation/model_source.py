@@ -337,7 +337,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
 
 
 def _model_info(
-    model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None
+    model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
     # The type in an export's config.json. If that is a built-in type of transformers, the name of

@@ -77,7 +77,7 @@ def backend_choice(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    shifted_sparse: bool = False,
+    shifted_sparse: bool,
     packed: bool = False,
     without: Set[str] = frozenset(),
 ) -> Choice:

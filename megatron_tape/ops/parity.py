@@ -182,7 +182,7 @@ def kernel_checks(
     shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device,
-    length: int | None = None,
+    length: int | None,
     tokens: int = 48,
 ) -> dict[str, Check]:
     """Return the checks of the project's Triton kernels by name.

@@ -87,7 +87,7 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
 def attend_in_segments(
     x: AttentionInputs,
     segments: ShiftedSegments,
-    backend: str = "torch",
+    backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the averages o of the values and u of the position state, (S, B, H, D) each, where
     each head attends only within its segments.

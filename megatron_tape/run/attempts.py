@@ -232,7 +232,7 @@ class Attempt:
         missing or cannot be read.
         """
         fix = "unset it, so that the run starts an attempt itself, or use a script in slurm/"
-        number = environment_number(ATTEMPT_VARIABLE, default=0, least=1, most=999_999, fix=fix)
+        number = environment_number(ATTEMPT_VARIABLE, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
 

@@ -23,9 +23,7 @@ _USES = {TRAINING: KEPT, "saving": SAVES, "waiting to save": SAVES}
 """The uses of phases in the heartbeat; all others are evaluations."""
 
 
-def seconds_by_kind(
-    attempts: Sequence[AttemptRecord], until: float | None = None
-) -> dict[str, float]:
+def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None) -> dict[str, float]:
     """Return the seconds that a run has spent on each use in `KINDS`.
 
     They cover the time from the start of its first attempt to the end of its last one, or to the

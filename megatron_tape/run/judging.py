@@ -127,7 +127,7 @@ def decide(
     run_directory: str | Path,
     checkpoint_directory: str | Path,
     number: int,
-    exit_status: int = 0,
+    exit_status: int,
 ) -> tuple[str, str]:
     """Decide from a run's records what to do after attempt `number` has ended. Return `verdict` and
     `reason` of `Verdict`.

@@ -160,7 +160,7 @@ class Watch:
             # need the GIL. It waits longer, since the watchdog thread writes more before it exits.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
-    def begin_training(self, step: int = 0) -> None:
+    def begin_training(self, step: int) -> None:
         """End start-up, and begin training: apply `hang_timeout`, and measure phases.
 
         `step` is the number of steps that earlier attempts have trained.

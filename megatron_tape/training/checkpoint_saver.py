@@ -171,5 +171,5 @@ class CheckpointSaver:
                 if self._engine.layout.any_rank(self._watch.stop is not None):
                     return False
                 self._watch.progress("waiting to save")
-                time.sleep(min(LAST_SAVE_WAIT, POLL_SECONDS))
+                time.sleep(POLL_SECONDS)
         return False  # not reached: the last try returns or raises

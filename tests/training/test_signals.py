@@ -292,6 +292,7 @@ def test_the_last_step_waits_for_the_disk_and_without_it_the_run_is_not_finished
 
     monkeypatch.setattr(writing.Writer, "save", save)
     monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
+    monkeypatch.setattr(saving, "POLL_SECONDS", 0.01)
     assert run() == status
     assert steps_saved(run.folder) == saved
     assert read_attempts(run.folder)[0].outcome == outcome

@@ -33,7 +33,7 @@ _RESAMPLINGS = 1000
 """Number of bootstrap samples for standard errors."""
 
 
-def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
+def find_tasks(names: Sequence[str], include: Sequence[str]) -> TaskManager:
     """Return an index of tasks that contains all `names`, which are tasks, groups, tags or paths of
     YAML files.
 
@@ -77,7 +77,7 @@ def task_index(include: tuple[str, ...], defaults: bool) -> TaskManager:
         ) from error
 
 
-def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict:
+def load_tasks(manager: TaskManager, name: str, fewshot: int | None) -> dict:
     """Load the tasks and groups of a name, and their data, as input of `run`. Raises ConfigError if
     they cannot be loaded.
 

@@ -350,7 +350,7 @@ def _dataset_names(prefix: dict | list | str) -> str:
     return ", ".join(names)
 
 
-def find_results(checkpoint: Path, average: bool = False) -> list[Results]:
+def find_results(checkpoint: Path, average: bool) -> list[Results]:
     """Return the results that `pretrain.evaluate` wrote to the run's directory for a checkpoint
     or, with `average`, for its averaged weights.
 

@@ -63,7 +63,7 @@ __all__ = ["Encoding", "TokenCache", "in_some_layers"]
 '''
 
 
-def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
+def code_files(encoding: type[PositionEncoding] | None) -> dict[str, bytes]:
     """Return the contents of an export's Python files by file name, for TAPE by default or for
     another encoding.
 

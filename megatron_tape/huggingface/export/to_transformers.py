@@ -150,7 +150,7 @@ def check_export(directory: Path) -> None:
             )
 
 
-def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
+def open_exportable(checkpoint: str | Path, average: bool) -> SavedWeights:
     """Check and open the newest complete checkpoint in `checkpoint`, a run, a checkpoints directory
     or one step. With `average`, its averaged weights are read.
 

@@ -45,7 +45,7 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    needs: Set[str] = frozenset(),
+    needs: Set[str],
     segments: bool = False,
     packed: bool = False,
     without: Set[str] = frozenset(),
