@@ -67,7 +67,7 @@ def find_difference(
     encode: Callable[[str], Sequence[int]],
     other_encode: Callable[[str], Sequence[int]],
     texts: Sequence[str],
-    scores: Sequence[float] | None = None,
+    scores: Sequence[float] | None,
 ) -> str | None:
     """Return a text, or one of its lines, that two tokenizers encode differently, or None.
 

@@ -270,6 +270,10 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
 def _read_heartbeat(path: Path) -> Any:
     """Return the contents of `heartbeat.json` as a Heartbeat, or {} if it is missing or invalid."""
     record = _read_if_valid(path, dict[str, Any])
+    # Earlier versions called phases stages.
+    for earlier, current in (("stage", "phase"), ("stages", "phases")):
+        if earlier in record:
+            record[current] = record.pop(earlier)
     if record:
         try:
             check_shape(record, Heartbeat)

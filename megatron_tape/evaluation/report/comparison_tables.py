@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron_tape.evaluation import figures
@@ -21,16 +20,13 @@ from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import named_scores, title_of
-from megatron_tape.huggingface.export import markdown as markdown_text
+from megatron_tape.huggingface.export.markdown import escape_markdown
 from megatron_tape.text import counted
 
 ByMetric = dict[Score, list[VariantResult]]
 """Results of all variants in one task, by metric: a score without its value."""
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
-
-
-_escape = partial(markdown_text.escape_markdown, max_length=10_000)
 
 
 def by_task(comparison: Comparison) -> dict[str, ByMetric]:
@@ -406,7 +402,9 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def markdown(
-    comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] = _escape
+    comparison: Comparison,
+    missing: Sequence[str] = (),
+    escape: Callable[[str], str] = escape_markdown,
 ) -> str:
     """Return the headline, the tables and the notes as Markdown, with columns that are aligned in a
     terminal.

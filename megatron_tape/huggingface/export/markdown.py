@@ -13,18 +13,19 @@ kept.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 # A list marker or a rule at the beginning of a line: group 2 is the character to escape.
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
+_MAX_LENGTH = 10_000
 
 
-def escape_markdown(value: object, max_length: int = 1000) -> str:
-    """Return a value as one line of Markdown that renders as plain text, truncated to `max_length`
+def escape_markdown(value: object) -> str:
+    """Return a value as one line of Markdown that renders as plain text, truncated to `_MAX_LENGTH`
     characters.
 
     Special characters become character references, which Markdown never interprets. Line breaks and
     characters that are not printable become spaces.
     """
     text = str(value)
-    if len(text) > max_length:
-        text = f"{text[:max_length]}..."
+    if len(text) > _MAX_LENGTH:
+        text = f"{text[:_MAX_LENGTH]}..."
     printable = (
         character if character.isprintable() or character in _JOINERS else " " for character in text
     )

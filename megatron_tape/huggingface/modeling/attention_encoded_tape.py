@@ -39,8 +39,8 @@ def attend_with_scores(
     value: Tensor,
     attention_mask: Tensor | None,
     positions,
-    dropout: float = 0.0,
-    with_weights: bool = False,
+    dropout: float,
+    with_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights
     (B, H, S, T).
