@@ -50,6 +50,7 @@ def with_progress(
             yield tensor
             # The caller asks for the next tensor when it has written this one.
             written += size
+            # The message gets the seconds since the start, which it does not show.
             progress.update(written, lambda _: f"writing weights: {written / 1e9:,.2f} GB")  # noqa: B023
     finally:
         progress.end()

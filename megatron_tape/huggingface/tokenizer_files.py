@@ -69,7 +69,8 @@ def write_tokenizer(
     `source` names the tokenizer in messages, and `warn` prints warnings. Raises FileError if it
     cannot be converted exactly.
     """
-    # The tokenizer itself, in the format of the `tokenizers` library.
+    # The files to write, by name. `hf_tokenizer` is the tokenizer in the format of the `tokenizers`
+    # library.
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
     with library_errors(source, "cannot be converted", _GIVE_EXACT):
         if TOKENIZER_JSON in files:
@@ -77,8 +78,8 @@ def write_tokenizer(
         else:
             hf_tokenizer, special_ids, settings = _from_sentencepiece(tokenizer, source, context)
             files[TOKENIZER_JSON] = hf_tokenizer.to_str(pretty=True).encode()
-        # The special tokens that the settings name, by key such as pad_token, and those that do
-        # not exist.
+        # Of the special tokens that the settings name: those that exist, by key such as pad_token,
+        # and a list of those that do not.
         token_by_key, missing_tokens = tokenizer.special_tokens.existing(hf_tokenizer.token_to_id)
 
     if missing_tokens:
@@ -108,6 +109,7 @@ def write_tokenizer(
     files[CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     write_files(files, output)
 
+    # The tokenizer is a SentencePiece model that has been converted.
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
         # `load_tokenizer` adds settings that keep text from becoming special tokens.
@@ -258,6 +260,7 @@ def _from_sentencepiece(
         ) from None
 
     special_ids = {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    # SentencePiece gives the id -1 to a token that the model does not have.
     optional = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     for role, index in optional.items():
         if index in range(tokenizer.vocab_size):
@@ -296,9 +299,9 @@ def _convert_sentencepiece(model: Any) -> Any:
     from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-    # Special and byte tokens must not match text. User-defined tokens do in SentencePiece, but
-    # `_check_same_ids` refuses a tokenizer whose ids differ. A token of a single character cannot
-    # be cut below.
+    # The names of special and byte tokens, such as <s> and <0x41>, must not match text. The list
+    # also has user-defined tokens, which match text in SentencePiece; if this changes ids,
+    # `_check_same_ids` refuses the tokenizer. A name of a single character cannot be cut below.
     pieces = model.pieces
     unmatched_names = [
         piece.piece for piece in pieces if piece.type != _NORMAL and len(piece.piece) > 1
@@ -310,7 +313,8 @@ def _convert_sentencepiece(model: Any) -> Any:
         ]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
         # A low score does not suffice: next to characters that no piece contains, such a piece
-        # would still match. So the text is cut after the first character of each such name.
+        # would still match. So the text is cut after the first character of each such name, for
+        # example where `<(?=s>)` matches, for <s>.
         cuts = "|".join(
             f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in unmatched_names
         )
@@ -326,16 +330,17 @@ def _convert_sentencepiece(model: Any) -> Any:
     spec = model.normalizer_spec
     normalizer_steps = []
     if spec.precompiled_charsmap:
-        # In SentencePiece's maps, the rules for sequences of characters are all those of NFKC.
+        # NFKC comes first. In SentencePiece's maps, all rules for sequences of characters are those
+        # of NFKC.
         normalizer_steps += [normalizers.NFKC(), normalizers.Precompiled(spec.precompiled_charsmap)]
     if spec.remove_extra_whitespaces:
-        # SentencePiece removes its space symbol at the end, but not at the beginning.
+        # SentencePiece removes spaces at both ends of a text, but its space symbol only at the end.
         normalizer_steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
         normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     decoder_steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_dummy_prefix:
-        # A text that begins with a word has the same tokens as within a sentence. In decoding, at
-        # most one space is removed at the beginning of a text, and none at its end.
+        # With a space before it, the first word of a text has the same tokens as in a sentence.
+        # In decoding, at most one space is removed at the beginning of a text, and none at its end.
         normalizer_steps.append(normalizers.Prepend("▁"))
         decoder_steps.append(decoders.Strip(" ", 1, 0))
     result.normalizer = normalizers.Sequence([*normalizer_steps, normalizers.Replace(" ", "▁")])
@@ -356,7 +361,8 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
-    # The last texts contain the name of a byte token, or a user-defined symbol within a word.
+    # After the samples come texts that could show differences: one with the name of a byte token,
+    # and one for each user-defined symbol, within a word.
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
     text = find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
     if text is not None:

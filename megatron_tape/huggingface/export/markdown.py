@@ -8,10 +8,11 @@ _JOINERS = "\u200c\u200d"
 """Zero-width characters that join Persian letters and emoji; they are not printable, but must be
 kept.
 """
-# HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no
-# emphasis.
+# The characters of HTML, entities, links, code, emphasis, tables, headings, mathematics and
+# addresses. The underscores within a word such as a_b_c do not begin emphasis, so they are kept.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
-# A list marker or a rule at the beginning of a line: group 2 is the character to escape.
+# A list marker such as `-` or `1.`, or a rule, at the beginning of a line. Group 2 is the character
+# to escape, `-` or `.`.
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
 _MAX_LENGTH = 10_000
 

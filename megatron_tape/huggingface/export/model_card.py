@@ -127,7 +127,7 @@ def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, 
     # The file of an encoding begins with a docstring, whose first line describes the encoding.
     file_docstring = sys.modules[type(encoding).__module__].__doc__ or ""
     description, _, _ = file_docstring.strip().partition("\n")
-    # By format of the export.
+    # The cell of the row "Positions", by format of the export.
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",

@@ -41,7 +41,8 @@ ENCODED_AUTO_MAP = {
 }
 # The folder of the files that all exports share.
 _MODELING = Path(__file__).parents[1] / "modeling"
-# In _ENCODED_MODELING: the line after which an export gets further imports, and their comment.
+# In an export's _ENCODED_MODELING, the line _ENCODING_IMPORT is followed by this comment and by
+# further imports.
 _IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
 _ENCODING_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
 _PACKAGE = __name__.partition(".")[0]
@@ -86,7 +87,8 @@ def code_files(encoding: type[PositionEncoding] | None) -> dict[str, bytes]:
     )
     files |= encoding_texts
 
-    # Some versions of transformers copy only files that the modeling file imports directly.
+    # Some versions of transformers copy only files that the modeling file imports directly. So it
+    # imports something from each file: `__name__`, which every module has.
     imports = "".join(
         f"from .{name.removesuffix('.py')} import __name__ as _\n"
         for name in sorted(files)
@@ -262,7 +264,7 @@ def _relative_imports(
     """
     # The dots exclude a module whose name only begins like that of the kernels.
     if f"{node.module}.".startswith(f"{_KERNELS}."):
-        # At the top level, the error would be raised when the export is loaded.
+        # At the top level of a file, the error below would be raised when the export is loaded.
         if node.col_offset == 0:
             raise _not_exportable(module, node, "loads GPU kernels outside of a function")
         return 'raise NotImplementedError("an exported model has no GPU kernels of its own")'

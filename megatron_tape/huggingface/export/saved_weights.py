@@ -142,6 +142,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     source = None
     source_path = find_source(path, state)
     if source_path is not None:
+        # Without the warnings about broken checkpoints.
         source = open_weights(find_checkpoint(source_path, lambda message: None))
     saved = SavedWeights(path, state, model, files, source, extension, average)
 

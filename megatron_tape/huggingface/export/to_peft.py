@@ -137,7 +137,8 @@ def _adapter_config(saved: SavedWeights, base_directory: Path) -> dict:
         elif kind != "lora":
             # Only the names of the weights are used, so they have no data.
             weights = from_megatron(name, torch.empty(shapes[name], device="meta"), model)
-            # The name of a weight ends in the name of its module and `weight`.
+            # The name of a weight ends in the name of its module and `weight`, such as
+            # model.norm.weight.
             saved_modules |= {key.split(".")[-2]: None for key in weights}
     embedding_is_tied = model.tie_embeddings and "embed_tokens" in saved_modules
     if embedding_is_tied:

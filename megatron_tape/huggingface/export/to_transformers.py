@@ -412,7 +412,7 @@ def _write_weights(
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
         file_of_weight |= dict.fromkeys(shard, file_name)
 
-    tensors.close()  # ends the progress report
+    tensors.close()  # ends the report of `with_progress`
     if count > 1:
         metadata = {
             "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
@@ -457,12 +457,13 @@ def _write_tokenizer(
         return write_tokenizer(saved_tokenizer, directory, context, str(saved.path / TOKENIZER))
 
     tokenizer = load_tokenizer(replacement)
+    # The record of the tokenizer that trained the model, or None: digests that identify it.
     recorded = saved.state["progress"].get("tokenizer")
     if saved_tokenizer is not None:
         recorded = tokenizer_record(saved_tokenizer)
         if TOKENIZER_MODEL in saved_tokenizer.files:
-            # With this file, `difference` can compare a tokenizer.json that was made from the
-            # SentencePiece model: by the ids of texts.
+            # The replacement may be a tokenizer.json that was made from this SentencePiece model.
+            # With this file, its record tells whether both give the same ids.
             tokenizer.files.setdefault(TOKENIZER_MODEL, saved_tokenizer.files[TOKENIZER_MODEL])
     if recorded:
         record = tokenizer_record(tokenizer)

@@ -49,7 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ENCODED: _EXPORT_DEFAULTS | {"attention_output_gate": False},
 }
 _DEFAULT_THETAS = {"smollm3": 2e6}
-"""Defaults of `rope_theta` by `model_type`, unless 10,000."""
+"""Defaults of `rope_theta` by `model_type`. All types that are not listed have 10,000."""
 # Fixed settings of an architecture, which override config.json.
 _FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
@@ -294,7 +294,8 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
 
     Raises UserError for other patterns.
     """
-    # Other models have no such layers, except for this project's exports, with ModelConfig's key.
+    # Of all other models, only this project's exports can have such layers. Their config.json
+    # contains the setting of ModelConfig itself.
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
 
@@ -304,10 +305,11 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
     # In spite of its name, this list has 1 for each layer with RoPE. It overrides the interval.
     if has_rope := settings.get("no_rope_layers"):
         key = "no_rope_layers"
-        # Number of the first layer without RoPE; beyond the last layer if all have RoPE.
+        # The number of the first layer without RoPE, counted from 1, such as 4 for [1, 1, 1, 0]. If
+        # all layers have RoPE, the appended 0 gives a number beyond the last layer.
         interval = [*has_rope, 0].index(0) + 1
         if has_rope != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
-            interval = 0  # irregular
+            interval = 0  # the layers without RoPE are irregular, which is refused below
 
     # With an interval of 1, no layer would have positions.
     if interval < 2:
@@ -346,8 +348,9 @@ def _rope_position(settings: dict, path: Path) -> dict:
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = _rope_parameters(settings, key, path)
     new_format = _rope_parameters(settings, "rope_parameters", path)
-    # transformers would use rope_scaling and silently ignore rope_parameters. rope_theta is
-    # compared below, since it may be missing in either.
+    # If config.json has both, transformers uses rope_scaling and silently ignores rope_parameters.
+    # Both must therefore be equal. Only rope_theta may be missing in one of them; it is compared
+    # below.
     if new_format and {**rope, "rope_theta": None} != {**new_format, "rope_theta": None}:
         raise UserError(
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
@@ -366,6 +369,7 @@ def _rope_position(settings: dict, path: Path) -> dict:
             raise UserError("rope_theta", problem, "remove the wrong one")
 
     rope_type = rope.get("rope_type", "default")
+    # The share of the elements of a head that rotate. Phi-3 may have it at the top level.
     share = rope.get("partial_rotary_factor", 1.0)
     if is_phi3:
         share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
@@ -472,13 +476,14 @@ def _rope_parameters(settings: dict, key: str, path: Path) -> dict:
         )
 
     known = (*_ROPE_KEYS[rope_type], *_SHARED_ROPE_KEYS)
-    # null has a meaning in these; elsewhere it is the same as a missing key.
+    # In these settings, null has a meaning of its own. In all others, it is the same as a missing
+    # key.
     nullable = ("factor", "truncate") if rope_type == "yarn" else ()
     result = {"rope_type": rope_type}
     for name, value in rope.items():
         if name in ("type", "rope_type") or (value is None and name not in nullable):
             continue
-        # A factor of 1 changes nothing.
+        # A factor of 1 changes nothing, so every rope_type may have it.
         if name not in known and (name, value) != ("factor", 1):
             raise UserError(
                 f"{key}.{name[:40]}",

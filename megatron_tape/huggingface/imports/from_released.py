@@ -70,7 +70,8 @@ def import_released(
     threshold = FireSettings.fire_threshold
     for key in released:
         if key.endswith(_FIRE_THRESHOLD):
-            # Usually one number. Of more, the message shows ten.
+            # The tensor of a threshold usually has one element, which must be this project's
+            # default. If it has more, it is refused; the message shows the first ten.
             thresholds = released[key].flatten()[:10].tolist()
             if thresholds != [threshold]:
                 values = ", ".join(f"{value:g}" for value in thresholds)
@@ -82,7 +83,8 @@ def import_released(
 
     unread_prefixes: tuple[str, ...] = ()
     if model.position_encoding == "tape":
-        # Nothing reads the position state after the last layer, so the last layer has no update.
+        # Nothing reads the position state after the last layer. So in this project, the last layer
+        # has no parameters that update the state, and those of the checkpoint are left out.
         unread_prefixes = (f"model.layers.{model.num_layers - 1}.position.",)
     write_imported(
         output,
@@ -90,7 +92,7 @@ def import_released(
         _renamed(released, unread_prefixes),
         origin=f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
     )
-    advise(output, model)
+    advise(output, model)  # prints the commands that train the imported model
 
 
 def _renamed(released: Mapping[str, Tensor], unread_prefixes: tuple[str, ...]) -> LazyTensors:
@@ -98,14 +100,15 @@ def _renamed(released: Mapping[str, Tensor], unread_prefixes: tuple[str, ...]) -
 
     Names that start with one of `unread_prefixes` are left out.
     """
-    # By name in exports: the name in the released code, of which one may become several.
+    # By a weight's name in exports: its name in the released code.
     sources = {}
     for key in released:
         names: Iterable[str]
         try:
-            # Only names are needed here, so no weight is read.
+            # Only the new names are needed here, so a tensor without data stands for the weight.
             names = from_released({key: torch.empty(1, 1, device="meta")})
-        except (KeyError, ValueError):  # not a name of the released code; an error names it later
+        # Not a name of the released code. It is kept, and `write_imported` names it in an error.
+        except (KeyError, ValueError):
             names = [key]
         sources |= {name: key for name in names if not name.startswith(unread_prefixes)}
 
@@ -125,7 +128,7 @@ def _model_config(
     Raises UserError for unsupported settings, and the errors that `errors_of_settings` converts.
     """
     rpe_type = settings.get("rpe_type")
-    # A tuple, since `in` a dictionary would raise TypeError for a list.
+    # A tuple, since the test `in` a dictionary raises TypeError if the value in the file is a list.
     if rpe_type not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     if settings.get("hidden_act", "silu") != "silu":
@@ -141,7 +144,7 @@ def _model_config(
     }
     if encoding == "tape":
         position |= {"mlp_size": settings["position_size"], "token_mixing": token_mixing}
-    # Not every encoding has settings of rotation and scaling.
+    # `position` has settings of rotation and scaling even if this encoding does not have them.
     keys = keys_of(ENCODINGS[encoding].Settings)
     groups = settings.get("num_key_value_heads") or settings["num_attention_heads"]
     model = model_config(
@@ -172,8 +175,8 @@ def _position_settings(settings: dict, path: Path) -> dict:
         raise cannot_import(settings, path, "rope_scaling", expected)
 
     if rpe_type == "yarn":
-        # The released code ignores the factor. It divides the context length by the original one
-        # and rounds up.
+        # The released code ignores the factor in rope_scaling. Its factor is the context length
+        # divided by the original one, rounded up.
         original = settings["original_max_position_embeddings"]
         return {
             "rope_scaling_type": "yarn",

@@ -64,8 +64,8 @@ def import_model(
     origin = f"the {settings['model_type']} model {name}"
     tokenizer = find_tokenizer(source, config.unpadded_vocab_size)
     weights = open_model(source, config, allow_pickle)
-    # A TAPE export already has these parameters.
+    # An export of a TAPE model already contains TAPE's parameters.
     if config.position_encoding == "tape" and not is_export:
         weights = with_new_tape(weights, config, seed)
     write_imported(output, config, weights, origin, tokenizer, card=card)
-    advise(output, config)
+    advise(output, config)  # prints the commands that train the imported model

@@ -50,6 +50,7 @@ def _split_fused(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyT
     """
     expected = hugging_face_shapes(model)
     shapes = dict(weights.shapes)
+    # All names of Phi-3's weights. The loop below removes those of fused weights.
     unfused_names = dict.fromkeys(weights)
     # For each of Llama's weights that is fused: the name of the fused weight, and its rows there.
     rows_by_name = {}
@@ -65,7 +66,8 @@ def _split_fused(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyT
                 stop = start + expected[prefix + part][0]
                 rows_by_name[prefix + part] = fused, slice(start, stop)
                 start = stop
-            # An unknown shape, that of a pickled weight which is not read yet, is not checked.
+            # The shape of a pickled weight is not known before the weight is read. The default of
+            # `pop` then passes this check.
             if shapes.pop(fused, (stop,))[0] != stop:
                 raise FileError(origin, f"gives {fused} another shape than {stop} rows", MISMATCH)
 

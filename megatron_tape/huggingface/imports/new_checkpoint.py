@@ -45,7 +45,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _checked_and_padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
-    """Return `weights` with the padded vocabulary of `model`. Each added row is the mean of all.
+    """Return `weights` with the padded vocabulary of `model`. Each added row is the mean of all
+    rows of the same weight.
 
     Access to a weight raises FileError, about `origin`, if its shape or dtype is wrong, or if it
     contains NaN or infinity.
@@ -148,8 +149,8 @@ def write_imported(
     padded = _checked_and_padded(weights, model, origin)
     shapes = parameter_shapes(model)
     with atomic_directory(output) as directory:
-        # The files of the only tensor-parallel rank, of at most FILE_BYTES bytes each. A weight is
-        # read when it is written.
+        # The weights are in files of at most FILE_BYTES bytes, those of tensor-parallel rank 0, the
+        # only rank. A weight is read when it is written; `announced` has only its shape.
         announced = on_meta(shapes, torch.float32)
         converted = (to_megatron(padded, name, model) for name in shapes)
         tensors = with_progress(converted, announced.values())
@@ -162,7 +163,7 @@ def write_imported(
             entries[file], index[file] = write_safetensors(
                 directory / file, contents, tensors, {"format": "pt"}
             )
-        tensors.close()  # ends the progress report
+        tensors.close()  # ends the report of `with_progress`
         write_record(directory / INDEX, {"files": index})
 
         # The state of a run at step 0, and the model's settings.
@@ -231,10 +232,11 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     special ids only in config.json; these are added to the tokenizer's generation settings. Raises
     FileError if a tokenizer file is a link to a file outside `source`.
     """
-    # The first two are the files of vocabularies; the others only add settings.
+    # The first two are the names of files with a vocabulary; the other files only add settings.
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None
-    # Raises the FileError for an unsafe link, which must not become the warning below.
+    # Outside the `try`, so that the FileError for a link to a file outside `source` is raised and
+    # does not become a warning.
     find_files(source)
     try:
         tokenizer = load_tokenizer(source)

@@ -16,6 +16,7 @@ CARD = "README.md"
 _CARD_BYTES = 4 << 20
 _METADATA_CHARACTERS = 100_000
 """Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
+# The YAML between two lines `---` at the beginning of a card, perhaps after a byte-order mark.
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Longer facts are not imported.
@@ -48,7 +49,8 @@ def source_card(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
     metadata = _metadata(directory / CARD)
-    # In other models' cards, base_model is the model from which they were trained.
+    # In an export's card, base_model is the model of the Hub that was imported before; it is kept.
+    # In any other card, it is the model from which this one was trained, so it is not used.
     name = base_model
     if name is None and is_export:
         name = _short_text(metadata.get("base_model"))

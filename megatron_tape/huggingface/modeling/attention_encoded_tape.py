@@ -69,8 +69,8 @@ def attend_with_scores(
 
     sums_BHT = None
     if positions.log_gate_TBH is not None:
-        # In float64. In long sequences, float32 would lose the differences between neighboring
-        # tokens.
+        # The sums over all tokens up to each one. They are in float64, since in long sequences
+        # float32 would lose the differences between neighboring tokens.
         sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
     def attend_block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
@@ -113,9 +113,9 @@ def attend_with_scores(
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, num_keys))
         if sums_BHT is not None:
-            # The sum of the log gates after key j up to query i. Sums relative to the block's first
-            # query are small for keys near it, so that float32 keeps their differences. The first
-            # sum cancels, so it needs no gradient.
+            # The scores get the sum of the log gates after key j up to query i. Sums relative to
+            # the block's first query are small for keys near it, so that float32 keeps their
+            # differences. The sum of the first query cancels, so it needs no gradient.
             first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
             since_BHt = (sums_BHT[..., :num_keys] - first_sums_BH1).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
@@ -147,7 +147,7 @@ def attend_with_scores(
             outputs.append(attend_block(*inputs))
 
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
-    # With weights, there is only one block; otherwise, this is None.
+    # With `with_weights`, there is only one block. Without it, the weights of every block are None.
     weights = outputs[0][1]
     if weights is not None:
         weights = weights.to(value.dtype)

@@ -108,7 +108,8 @@ class TapeAttention(nn.Module):
             query = self.q_norm(query)
             key = self.k_norm(key)
         if state is not None:
-            # An fp32 state is rounded only as a factor of products.
+            # In a half-precision model, the state may be in fp32. Here a copy of it is rounded to
+            # the dtype of the queries, keys and values. The layer's own state stays in fp32.
             state = state.to(query.dtype)
             grouped_query = query.view(B, S, G, -1, D)
             query = rotate(grouped_query, state.unsqueeze(3)).flatten(2, 3)
@@ -188,7 +189,8 @@ def attend(
     implementation = module.config._attn_implementation
     D = query.shape[-1]
     refuse_servers(implementation)
-    # For a single query, one pass over the keys is faster than any kernel.
+    # For a single query, as in decoding, `eager_attention_forward` makes one pass over the keys,
+    # which is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
         averages, weights = eager_attention_forward(
             module, query, key, value, attention_mask, **kwargs
@@ -227,8 +229,8 @@ def _is_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **k
 
     The other keyword arguments of an attention function do not matter.
     """
-    # In training, gradient checkpointing runs first without gradients, then with them. Both runs
-    # must compute the same.
+    # In training, gradient checkpointing runs a layer first without gradients, then with them. Both
+    # runs must use the same function, so `module.training` counts as needing gradients.
     needs_gradient = module.training or any(x.requires_grad for x in tensors)
     return not (needs_gradient or dropout or is_tracing(tensors[0]))
 
@@ -248,7 +250,7 @@ def attend_by_blocks(
     G, T = key.shape[1:3]
     E = value.shape[-1]
     R = H // G  # query heads per key/value head
-    # For precision. On many CPUs, products in fp16 are also slow.
+    # At least float32, for precision. On many CPUs, products in fp16 are also slow.
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled_query = query.to(dtype).mul(scaling)
     # The first axis has the B G key/value heads of all sequences.
@@ -259,12 +261,15 @@ def attend_by_blocks(
     output = query.new_empty(B, S, H, E)
     # At least 16 queries per block, even if the block then exceeds BLOCK_ROWS or BLOCK_SCORES.
     block_queries = min(S, max(16, min(BLOCK_ROWS, BLOCK_SCORES // T) // R))
-    # At least one key/value head, and at most THREAD_SCORES scores for each thread.
+    # The number of key/value heads that are computed together: as many as have at most
+    # THREAD_SCORES scores per thread, but at least one.
     heads_at_once = min(
         B * G, max(1, THREAD_SCORES * torch.get_num_threads() // (R * block_queries * T))
     )
-    # Allocating memory for every block would take longer than the computation.
+    # All blocks share this memory. Allocating it for every block would take longer than the
+    # computation.
     scores_memory, weights_memory = queries.new_empty(2, heads_at_once * R * block_queries * T)
+    # For queries (rows) and keys (columns) of the same tokens: whether the key is later.
     is_later = torch.ones(block_queries, block_queries, dtype=torch.bool).triu(1)
 
     for start in range(0, S, block_queries):
@@ -280,7 +285,8 @@ def attend_by_blocks(
 
         averages = queries.new_zeros(B * G, R * num_queries, E)
         for first_head in range(0, B * G, heads_at_once):
-            # All queries of the block are padding, so their averages remain zero.
+            # Without any attended key, all queries of the block are padding. Their averages remain
+            # zero.
             if first_key == end_key:
                 break
             heads = slice(first_head, min(first_head + heads_at_once, B * G))

@@ -86,7 +86,8 @@ class EncodingCache(TokenCache):
         """
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
         if (past_length := self.layer.get_seq_length()) > 0:
-            # The slice drops tokens that a failed forward pass appended.
+            # A forward pass that failed may have appended tokens here, but not to the keys, whose
+            # length is `past_length`. The slice drops these tokens.
             new = torch.cat([self.layer.encoding_tensors[name][:, :past_length], new], dim=1)
         # Not in place, since a shallow copy of the layer shares the dictionary.
         self.layer.encoding_tensors = self.layer.encoding_tensors | {name: new}

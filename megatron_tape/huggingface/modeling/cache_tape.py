@@ -53,8 +53,8 @@ class GrowingLayer(DynamicLayer):
     writes to tensors that another object uses.
     """
 
-    # With a layer type, some versions of transformers would use this class instead of DynamicLayer
-    # for all models.
+    # Some versions of transformers register every subclass that has a layer type. They would then
+    # use this class instead of DynamicLayer for all models.
     _layer_type = None
 
     def __init__(self) -> None:
@@ -101,7 +101,8 @@ class GrowingLayer(DynamicLayer):
             or (buffer.is_inference() and not torch.is_inference_mode_enabled())
         ):
             dtype = torch.promote_types(old.dtype, new.dtype)
-            # Room for an eighth more tokens keeps the copies per token constant on average.
+            # With room for an eighth more tokens, the average number of copies of a token does not
+            # grow with the length.
             buffer = new.new_empty(
                 *new.shape[:2], total + max(32, total // 8), new.shape[-1], dtype=dtype
             )
@@ -114,7 +115,8 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Reset as DynamicLayer does, without changing tensors that `update` has returned."""
-        # Some versions of transformers zero the tensors in place, so these become copies.
+        # Some versions of transformers zero the layer's tensors in place, so the layer first gets
+        # its own copies.
         if self._buffers:
             self.keys, self.values = self.keys.clone(), self.values.clone()
             self._buffers.clear()

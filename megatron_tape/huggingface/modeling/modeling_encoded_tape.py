@@ -42,6 +42,7 @@ class SingleProcess:
         """Return x unchanged, since this process has all heads and tokens."""
         return x
 
+    # In a layout of several processes, these move or select tokens and heads.
     local_tokens = to_heads = to_tokens = local_heads
 
 
@@ -212,7 +213,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         encoding = self.encoding
         # Gradient checkpointing looks for the cache among the keyword arguments.
         cache = kwargs.pop(CACHE, None)
-        token_cache = TokenCache()
+        token_cache = TokenCache()  # without a cache of transformers, it stores nothing
         if cache is not None:
             token_cache = EncodingCache(cache.layers[layer], len(hidden_states))
         parameters = self.position()
@@ -316,14 +317,15 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         """Return the positions of the new tokens, (B or 1, S), given their indices in the cache,
         (S,).
 
-        Padding is not counted, because encodings may depend on absolute positions. It is known only
-        from a mask (B, T).
+        Padding is not counted, because encodings may depend on absolute positions. Which tokens are
+        padding is known only from a mask (B, T).
         """
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             # A token's position is the number of tokens before it.
             positions = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
+            # A mask with fewer columns than there are new tokens does not describe all of them.
             if positions.shape[1] == len(cache_position):
-                # Padding before the first token has -1.
+                # Padding before the first token has the position -1 here.
                 return positions.clamp(min=0)
         return cache_position.unsqueeze(0)
 

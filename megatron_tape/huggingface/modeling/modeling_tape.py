@@ -263,7 +263,8 @@ class TapeModel(TapePreTrainedModel):
             cache = DynamicCache(config=config)
         self._prepare_cache(cache, hidden_states)
 
-        # Indices of the new tokens in the cache, (S,).
+        # Indices of the new tokens in the cache, (S,). If the caller does not give them, they begin
+        # after the tokens that the cache already has.
         cache_position = kwargs.pop("cache_position", None)
         if cache_position is None:
             past_length = cache.get_seq_length() if cache is not None else 0
@@ -272,6 +273,8 @@ class TapeModel(TapePreTrainedModel):
         if position_ids is None:
             position_ids = self._default_positions(cache_position, attention_mask)
 
+        # CACHE is the name of the cache in this version of transformers, `cache` or
+        # `past_key_values`. The mask and the layers get the cache under this name.
         mask_inputs = {CACHE: cache, "position_ids": position_ids}
         if _MASK_NEEDS_CACHE_POSITION:
             mask_inputs["cache_position"] = cache_position
@@ -286,7 +289,8 @@ class TapeModel(TapePreTrainedModel):
         hidden_states, state = self._first_inputs(hidden_states, position_ids)
         all_hidden_states = []
         all_attentions = []
-        # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
+        # Assisted generation with early exit temporarily lowers config.num_hidden_layers, so that
+        # only the first `depth` layers run.
         depth = min(config.num_hidden_layers, len(self.layers))
         for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
@@ -360,7 +364,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if isinstance(logits_to_keep, int):
-            # With 0, slice(0, None) keeps all tokens.
+            # With 0, this is slice(0, None), which keeps all tokens.
             logits_to_keep = slice(-logits_to_keep, None)
         logits = self.lm_head(outputs.last_hidden_state[:, logits_to_keep])
         loss = None
