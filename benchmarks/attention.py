@@ -6,7 +6,7 @@ A candidate is an encoding with a backend of `model.attention_backend`, such as 
 encodings rotate queries and keys; TAPE also averages its position state and computes the state's
 gradient. Repetitions alternate between candidates, and medians are reported. A candidate that
 cannot run, or has more than twice the error of plain torch, is not timed but listed with the
-reason. `of_rope` is the time of TAPE's fastest_candidate backend divided by that of RoPE's.
+reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
 
 TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and
 five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
@@ -286,7 +286,7 @@ def _run_candidate(
     with torch.set_grad_enabled(backward):
         outputs = [x for x in attend(encoding, backend, *tensors) if x is not None]
     if backward:
-        # RoPE does not use z.
+        # RoPE does not use z, so z has no gradient.
         torch.autograd.grad(outputs, tensors, output_grads[: len(outputs)], allow_unused=True)
 
 
@@ -331,7 +331,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"skipped {shape}: out of time; increase --minutes", file=sys.stderr)
             continue
         print(shape, file=sys.stderr)
-        # Recorded after every step, in case a kernel hangs.
+        # `result` is complete only at the end of the loop. It is recorded after every check and
+        # measurement, in case a kernel hangs.
         for result in measure(shape, arguments, deadline):
             record.write({"results": [*results, result]})
         results.append(result)

@@ -56,7 +56,8 @@ class PlainEngine:
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.model = model.train()
         self.fp32_weights = list(model.parameters())
-        # Pairs of an fp32 weight and its bf16 copy; with fp32, the model's weights are trained.
+        # Pairs of an fp32 weight, which is trained, and its bf16 copy in the model. There are none
+        # with fp32, where the weights of the model itself are trained.
         self.copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         if dtype is torch.bfloat16:
             bf16_weights = self.fp32_weights

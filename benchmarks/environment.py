@@ -82,7 +82,8 @@ class Record:
         environment = describe_environment()
         if arguments.commit is not None:
             environment["commit"] = arguments.commit
-        # `default=str`, since options may be paths or shapes, which JSON does not have.
+        # The options of the program as JSON data. `default=str` converts paths and shapes to texts,
+        # since JSON does not have them.
         options = json.loads(json.dumps(vars(arguments), default=str))
         self.origin = {"environment": environment, "arguments": options}
         self.path.parent.mkdir(parents=True, exist_ok=True)

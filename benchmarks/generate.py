@@ -110,6 +110,7 @@ def check_parity(arguments: argparse.Namespace) -> None:
     llama, tape = (models[name].double() for name in ("llama", "tape"))
     prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
 
+    # First with TAPE's matrices at zero, then with random ones.
     zero_logits = tape(prompt).logits
     randomize(tape)
     logits = tape(prompt).logits

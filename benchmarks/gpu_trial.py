@@ -100,7 +100,8 @@ class Trial:
             "problems": [],
             "stages": dict.fromkeys((part.name for part in parts), not_run),
         }
-        # The environment of the parts, which use no network and find the wheels in `packages`.
+        # The environment variables of the parts' processes. With these, the parts use no network,
+        # and can import the packages in `packages`.
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -169,7 +170,7 @@ class Trial:
                 entry["results"] = json.loads((self.output / f"{part.name}.json").read_bytes())
             self.save()
 
-        # Only the end of the log, in which an error would be.
+        # Only the end of the log. If the part failed, this has the error.
         print(log.read_text(errors="replace")[-3000:].strip())
         print(f"=== {part.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
 
@@ -234,7 +235,8 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why
         for result in results.get("results", []):
             for candidate, why in result["rejected"].items():
-                # A backend that cannot run here is no problem; an encoding with a backend is one.
+                # A name such as `triton` is a backend that cannot run here, which is no problem.
+                # One such as `tape triton` is an encoding with a backend that should have run.
                 if " " in candidate:
                     yield f"{result['shape']} {candidate}", why
         for baseline, why in results.get("rejected_rivals", {}).items():
@@ -329,6 +331,7 @@ def _case_table(results_by_part: dict) -> Iterator[str]:
     """Yield the lines of a table of the largest errors, divided by the allowed errors, by kernel
     and shape. There are no lines without results.
     """
+    # By column, such as 12x64@320, and kernel: the result of the case.
     cases = {}
     for case in results_by_part.get("correctness", {}).get("cases", []):
         cases[f"{case['shape']}@{case['length']}", case["name"]] = case

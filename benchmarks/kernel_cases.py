@@ -165,7 +165,7 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
             except EOFError:
                 process.join()
                 result = {"error": f"the process died with exit status {process.exitcode}"}
-        # A process that took too long still runs.
+        # A process that took too long still runs. For one that has ended, `kill` does nothing.
         process.kill()
         return case._asdict() | result
 
@@ -196,6 +196,6 @@ def _kernel_checks(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(mlp_width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        # The loss is checked with a vocabulary of this size, too.
+        # Here, this number is the size of the vocabulary.
         checks["loss"] = loss_check(mlp_width, dtype, device)
     return checks

@@ -120,7 +120,7 @@ def run_config(
                 "attention_backend": backend,
             }
         ),
-        data=DataConfig(prefix="random tokens"),
+        data=DataConfig(prefix="random tokens"),  # a stand-in; no data is read
         optimizer=OptimizerConfig(weight_decay=0.01),
         parallel=ParallelConfig(tensor_model_parallel_size=tensor_parallel),
         deepspeed=DeepSpeedConfig(zero_stage=zero_stage),
@@ -284,7 +284,8 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     """Return the bytes that `forward()` saves for the backward pass, not counting the model's
     weights.
     """
-    # Bytes by address, since several operations may save the same memory, or views of it.
+    # The addresses of the weights' memory, and the bytes of saved memory by address. Several
+    # operations may save the same memory, or views of it, which must count once.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved_bytes: dict[int, int] = {}
 
@@ -297,8 +298,8 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
         return tensor.detach()
 
     def pack_recorded_call(call: _RecordedCall, saved: Tensor) -> Tensor | int:
-        """Count a tensor that activation checkpointing saves. It does not reach the autograd hooks
-        below.
+        """Count a tensor that activation checkpointing saves. Such tensors do not reach the
+        autograd hooks below.
         """
         packed = original_pack(call, saved)
         # A tensor that is recomputed is replaced by an index, which takes no memory.

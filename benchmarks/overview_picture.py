@@ -27,8 +27,9 @@ ROPE = ENCODING_COLORS["rope"]
 TAPE = ENCODING_COLORS["tape"]
 NEUTRAL = "0.45"
 LENGTHS = {512: "512\n(trained)", 1024: "1,024\n(2×)", 2048: "2,048\n(4×)"}
+"""Tick labels by length in tokens."""
 BLANKS = {"dense": "8", "IID": "16\n(trained)", "sparse": "32"}
-"""Tick labels, numbers of blanks, by the name of the group in the record."""
+"""Tick labels by the name of the group in the record. A label is the group's number of blanks."""
 INCREMENTS = "position_increments=signed"
 """The setting as it is named in the record."""
 CHANCE = 1 / 8

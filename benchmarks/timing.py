@@ -41,8 +41,8 @@ def describe_error(error: Exception) -> str:
     # Older versions of torch do not have the class; no error is an instance of ().
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
-        # Triton reports a fault as an ordinary error; torch then raises at the next
-        # synchronization.
+        # Triton reports a fault of the GPU as an ordinary error. This synchronization then raises
+        # torch's error.
         torch.cuda.synchronize()
     if isinstance(error, fault):
         raise error
@@ -83,6 +83,7 @@ def timed(
     on_gpu = device.type == "cuda"
     timings: dict[str, dict] = {}
     errors: dict[str, str] = {}
+    # How often one repetition calls a function, for the functions that are timed.
     calls_per_time: dict[str, int] = {}
     for name, function in functions.items():
         try:

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
         result = Comparison(arguments, shape, configs, layout).run()
-        # This collective waits for all ranks. A rank that exits closes connections that others use.
+        # Only to wait for all ranks, since a rank that exits closes connections that others use.
         layout.any_rank(False)
     except BaseException:
         abort_process_groups()
@@ -181,7 +181,8 @@ class Comparison:
         """Return whether --against requests the baseline and it can take a step. If it cannot,
         record the reason.
         """
-        # A list of one or no baseline; None, without the option.
+        # The list that follows --against, which has the baseline or nothing. It is None if the
+        # option is not given.
         is_requested = self.arguments.against
         # By default, a single process measures the baseline if the package BASELINE is installed.
         if is_requested is None:

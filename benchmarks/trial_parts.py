@@ -35,8 +35,8 @@ TOY_TRAINING_TESTS = [
     f"{_RUN_TEST}[tape bf16 ZeRO 2]",
     f"{_GRADIENTS_TEST}[gradients of tape packed-dtype0]",
 ]
-# Each part below imports its modules itself, so that one that cannot be imported fails only its own
-# part.
+# Each function below imports the modules that it needs. A module that cannot be imported then fails
+# only the parts that need it.
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
@@ -105,8 +105,8 @@ def step(
 ) -> None:
     """Time training steps of TAPE, RoPE and transformers' Llama.
 
-    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are further
-    options of `benchmarks.train_step`.
+    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are further options of
+    `benchmarks.train_step`.
     """
     from benchmarks import train_step
 
