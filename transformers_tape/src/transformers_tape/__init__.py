@@ -180,7 +180,8 @@ class _ImportHook:
         return spec
 
 
-# After a reload of this module, two finders would call each other endlessly.
+# Replaces the finder of an earlier import of this module. After a reload, both finders would
+# otherwise call each other endlessly.
 sys.meta_path[:] = [
     _ImportHook,
     *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__),

@@ -225,7 +225,8 @@ class VllmTapeModel(nn.Module):
 class VllmTapeForCausalLM(nn.Module):
     """The decoder with its language-model head."""
 
-    # By the exported weight's name: vLLM's fused weight, and the part that it becomes.
+    # By a part of an exported weight's name: the name of vLLM's fused weight, and which part of it
+    # the exported weight becomes.
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
             ".self_attn.q_proj": (".self_attn.qkv_proj", "q"),
