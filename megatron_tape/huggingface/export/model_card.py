@@ -244,6 +244,7 @@ def _final_losses(saved: SavedWeights) -> dict[str, str]:
     for line in read_lines(saved.path.parents[1] / METRICS):
         with suppress(ValueError):  # a killed process may leave an incomplete line
             row = parse_record(line, dict[str, Any])
+            # Later lines replace earlier ones, up to the step of this checkpoint.
             for metric, label in labels.items():
                 if row.get(metric) and row["step"] <= saved.state["step"]:
                     losses[label] = f"{row[metric]:.4f} nats per token, at step {row['step']:,}"

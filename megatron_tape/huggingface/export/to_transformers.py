@@ -81,6 +81,8 @@ _EXPORTED_FILES = re.compile(
     r")"
 )
 """Paths of an export's files within its directory."""
+# For an export without a tokenizer. Missing ids would get the defaults of the architecture, such as
+# 1 and 2 in Llama.
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

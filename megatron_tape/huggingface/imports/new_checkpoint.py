@@ -92,6 +92,7 @@ def with_new_tape(weights: LazyTensors, model: ModelConfig, seed: int) -> LazyTe
     """
     initializations = weight_initializations(model)
     encoding = encoding_of(model)
+    # By Hugging Face's name of a new TAPE parameter: its name in this project.
     tape_names = {
         hugging_face_name(layer, f"{POSITION}{name}"): layer_name(layer, f"{POSITION}{name}")
         for layer in range(model.num_layers)
@@ -140,7 +141,8 @@ def write_imported(
     if not isinstance(weights, LazyTensors):
         weights = LazyTensors(weights, weights.__getitem__)
     check_weights(weights, model, origin)
-    # A model of this project with tied embeddings has no weight of the output layer.
+    # A model of this project with tied embeddings has no weight of the output layer. If `weights`
+    # has one, it must equal the embedding, and is not written.
     embedding, head = VOCABULARY_WEIGHTS
     if model.tie_embeddings and head in weights:
         if not torch.equal(weights[embedding], weights[head]):
@@ -203,6 +205,7 @@ def advise(output: str | Path, model: ModelConfig) -> None:
     output = Path(output)
     checkpoint = shlex.quote(str(output))
     settings = shlex.quote(str(output / "model.yaml"))
+    # A placeholder in the commands, if the checkpoint has no tokenizer.
     tokenizer = "TOKENIZER"
     if (output / TOKENIZER).is_dir():
         tokenizer = shlex.quote(str(output / TOKENIZER))

@@ -111,6 +111,7 @@ def attend_with_scores(
             )
 
         if bias is not None:
+            # The bias for the block's queries and their keys.
             scores = scores + bias.of(tokens, slice(0, num_keys))
         if sums_BHT is not None:
             # The scores get the sum of the log gates after key j up to query i. Sums relative to
@@ -138,6 +139,7 @@ def attend_with_scores(
         tokens = slice(T - S + start, T - S + stop)
         inputs = q[:, :, start:stop], tokens
         if torch.is_grad_enabled():
+            # Recomputing a block with dropout requires the same random numbers.
             outputs.append(
                 checkpoint(
                     attend_block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
