@@ -60,6 +60,7 @@ class Part:
     """Seconds after which the part is stopped."""
 
 
+# Each has a name, a purpose, `min_seconds` and `limit`.
 PARTS = (
     Part("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
     Part("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),

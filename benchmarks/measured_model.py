@@ -69,6 +69,7 @@ class Shape:
     """Inner width of TAPE's position MLP; None: four times the heads."""
 
 
+# The first five sizes are layers, heads, head dimension, sequence length and vocabulary size.
 SHAPES = {
     # pretrain/recipes/tape_155m.yaml: 163 M parameters, 131,072 tokens per GPU and step on the
     # recipe's four GPUs.

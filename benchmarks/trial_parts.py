@@ -132,6 +132,7 @@ def training(record: Record, options: argparse.Namespace) -> None:
             # The phases are setup, call and teardown. Setup and teardown matter only if they fail.
             if report.passed and report.when != "call":
                 return
+            # The test's name, which follows its file.
             test = report.nodeid.partition("::")[2]
             outcomes[test] = report.outcome
             if not report.passed:
