@@ -464,8 +464,8 @@ def _write_tokenizer(
     if saved_tokenizer is not None:
         recorded = tokenizer_record(saved_tokenizer)
         if TOKENIZER_MODEL in saved_tokenizer.files:
-            # The replacement may be a tokenizer.json that was made from this SentencePiece model.
-            # With this file, its record tells whether both give the same ids.
+            # The replacement may be a tokenizer.json that was made from the saved SentencePiece
+            # model. With the model's file added, its record tells whether both give the same ids.
             tokenizer.files.setdefault(TOKENIZER_MODEL, saved_tokenizer.files[TOKENIZER_MODEL])
     if recorded:
         record = tokenizer_record(tokenizer)

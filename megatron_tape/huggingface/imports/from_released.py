@@ -70,8 +70,8 @@ def import_released(
     threshold = FireSettings.fire_threshold
     for key in released:
         if key.endswith(_FIRE_THRESHOLD):
-            # The tensor of a threshold usually has one element, which must be this project's
-            # default. If it has more, it is refused; the message shows the first ten.
+            # The tensor of a threshold usually has one element, which must equal this project's
+            # default. A tensor of more elements is refused; the message shows the first ten.
             thresholds = released[key].flatten()[:10].tolist()
             if thresholds != [threshold]:
                 values = ", ".join(f"{value:g}" for value in thresholds)
