@@ -63,6 +63,7 @@ class CheckpointSaver:
         self._watch = watch
         self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
         self._pending: Save | None = None
+        """The save that has been started and is not complete; None if there is none."""
 
     def save(
         self,
@@ -104,7 +105,7 @@ class CheckpointSaver:
             self._advance()
 
     def finish(self) -> bool:
-        """Wait for the pending save, and return whether it succeeded; False if there is none."""
+        """Wait for the pending save, and return whether it succeeded; False if none is pending."""
         is_complete = False
         while self._pending is not None:
             self._watch.progress("saving")
@@ -114,7 +115,7 @@ class CheckpointSaver:
     def _advance(self) -> bool:
         """Advance the pending save, and return whether it is now complete.
 
-        After a failure, no save is pending.
+        If the save fails, return False; no save is pending then.
         """
         path = None
         with self._failure_reported(NEXT_INTERVAL):
@@ -126,10 +127,10 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _failure_reported(self, next_try: str | None) -> Iterator[None]:
-        """Log a warning if the save in the context fails, and forget the save.
+        """Log a warning if the save in the context fails, and set `_pending` to None.
 
-        `next_try` says in the warning when the run saves again. If it is None, there is no other
-        try, and the error is raised.
+        `next_try` says in the warning when the run saves again. If it is None, the run does not try
+        again, and the error is raised instead.
         """
         try:
             yield

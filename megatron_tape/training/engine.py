@@ -134,8 +134,8 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Param
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
     """Return the random generator of a training step, which is the same on all ranks."""
-    # The last word is 1, because the counters of `synthetic.generator` have 0 there. Two purposes
-    # never share random numbers.
+    # The last word of the counter is 1. It is 0 in `synthetic.generator.sample_random`, so a step
+    # and a synthetic sample never share random numbers, even with equal keys.
     bits = np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step])
     return np.random.Generator(bits)
 
@@ -159,6 +159,7 @@ class Engine:
         self.parameters = dict(model.named_parameters())
         """This pipeline stage's parameters by name, frozen ones included."""
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        """Those of `parameters` that are not frozen."""
         self.adam = build_optimizer(model, config, layout)
         """The optimizer of the fp32 weights; with Muon, it also updates the matrices."""
         deepspeed_patches.accept_optimizer(type(self.adam))
@@ -191,7 +192,8 @@ class Engine:
             )
 
         # The first and last pipeline stages share the embedding's weight and add up its gradients.
-        self._tied = None  # `model.pipeline.TiedWeight`
+        # A `model.pipeline.TiedWeight`; None if no other stage has a copy of the weight.
+        self._tied = None
         tied_weight = None
         if layout.pipeline_size > 1 and model.tied is not None:
             self._tied = model.tied
@@ -199,6 +201,7 @@ class Engine:
             tied_weight = self.trained.get(EMBEDDING)
 
         self._replicated = replicated_parameters(model)
+        """Parameters whose gradients are summed over the tensor-parallel ranks."""
         if self.zero_stage == 3:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
@@ -217,14 +220,15 @@ class Engine:
         self._loss_sum = torch.zeros((), device=layout.device)
         """Sum of the losses of a step's micro-batches so far."""
         self._skipped_norm: float | None = None
-        """Gradient norm of this step if the predicate skipped its update."""
+        """Gradient norm of the current step if `set_skip_predicate` has skipped its update; None
+        otherwise.
+        """
 
     def set_skip_predicate(self, predicate: Callable[[float, float], bool]) -> None:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
-            # DeepSpeed itself skips a step whose gradient is not finite. This is a bad step, not a
-            # spike.
+            # DeepSpeed itself skips a step whose gradient is not finite, so the predicate need not.
             if not math.isfinite(norm):
                 return False
             if not self.layout.any_rank(predicate(self._mean_loss(), norm)):
@@ -270,7 +274,7 @@ class Engine:
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         run(itertools.islice(batches, self.micro_batches), step)
 
-        # The averaging of the loss waits for slower ranks.
+        # Averaging the loss over the ranks includes waiting for slower ranks.
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
         z_loss = self._z_loss() if self._has_z_loss else None
@@ -282,7 +286,7 @@ class Engine:
         norm = self._skipped_norm
         if norm is None:
             norm = self.deepspeed_engine.get_global_grad_norm()
-            # After a step that DeepSpeed skipped, the norm is that of an earlier step.
+            # If DeepSpeed itself skipped this step, it may return None or an earlier step's norm.
             if norm is None or skipped and math.isfinite(norm):
                 norm = math.nan
         return StepResult(loss, float(norm), skipped, z_loss)
@@ -327,7 +331,8 @@ class Engine:
 
     def _z_loss(self) -> float:
         """Return the mean of the step's z-loss over micro-batches and ranks. Collective."""
-        # A pipeline stage without an output layer returns the number 0, not a tensor.
+        # Only the last pipeline stage has a z-loss. In the others, `take_z_loss` returns the number
+        # 0.0, which the addition turns into a tensor.
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
         total = self.layout.broadcast_from_last_pipeline_stage(total)
         return self.layout.token_layout.average(total / self.micro_batches).item()
@@ -368,13 +373,14 @@ class Engine:
         with self.clock.phase(COMMUNICATION):
             self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(loss_sum)
             gradient = self._tied.send_gradient() if tied_is_trained else None
-            if gradient is not None:  # on the first stage
+            if gradient is not None:  # only the first stage receives it
                 self._scattered.add_to_deferred(gradient)
+            # Calls `ScatteredGradients._finish`, which averages the tied weight's group.
             engine.allreduce_gradients()
         self._finish_gradients()
         with self.clock.phase(OPTIMIZER):
             engine.step()
-            # DeepSpeed does this in its `forward`, which the schedule does not call.
+            # DeepSpeed clears this flag in its `forward`, which Megatron's schedule does not call.
             engine.optimizer.clear_backward_seen_flag()
             if tied_is_trained:
                 self._tied.send_weight()
@@ -387,10 +393,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Make DeepSpeed only accumulate gradients within the context.
+        """Make DeepSpeed only accumulate gradients within the context, without averaging them.
 
-        Megatron's schedule leaves the context before the last backward pass, in which DeepSpeed
-        averages them.
+        Megatron's schedule leaves the context before the step's last backward pass. In that pass,
+        DeepSpeed averages the accumulated gradients.
         """
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         yield
@@ -407,7 +413,8 @@ class Engine:
         With several pipeline stages, only the last one returns a result; the others return
         uninitialized memory.
         """
-        # As in `_run_pipeline`, a pipeline stage runs without DeepSpeed's engine.
+        # With pipeline stages, call the model itself instead of DeepSpeed's engine, as
+        # `_run_pipeline` does.
         model = self.module
         if self.layout.pipeline_size == 1:
             model = self.deepspeed_engine
@@ -419,7 +426,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = torch.stack([self._forward(**batch) for batch in batches])
-        # Other pipeline stages have uninitialized losses.
+        # In all pipeline stages but the last one, `losses` is uninitialized memory.
         loss = self.layout.broadcast_from_last_pipeline_stage(losses.mean())
         return self.layout.token_layout.average(loss).item()
 
@@ -455,15 +462,16 @@ class Engine:
         state = {}
         for key, parameter in self._state_keys(frozen):
             kind, _, _ = key.partition("/")
-            # Collective, so ranks that do not own the tensor take part, too.
+            # All ranks with the same shard must call this, not only the owner of the tensor.
             whole = zero_partitions.whole_tensor(parameter, kind)
             if owner(key) == self.layout.replica_rank:
                 state[key] = whole.to("cpu")
         return state
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
-        """Return the size in bytes of each fp32 tensor of `training_state`, by key.
+        """Return the size in bytes of each tensor of `training_state`, by key.
 
+        Each element is in fp32, which has 4 bytes.
         `frozen` is whether to include frozen weights.
         """
         return {key: 4 * shard_shape(p).numel() for key, p in self._state_keys(frozen)}
@@ -519,11 +527,13 @@ class Engine:
                     zero_partitions.set_local_elements(self.trained[name], kind, value)
 
     def _create_moments(self, steps: int) -> None:
-        """Create the optimizer's state as zeros, and link it to ZeRO.
+        """Create the optimizer's state as zeros, so that the moments of a checkpoint can be loaded.
 
-        Torch would create it only in the first step, but a checkpoint is loaded before. `steps` is
-        the number of updates so far, on which Adam's bias correction depends.
+        Torch would create the state only in the first step. `steps` is the number of updates so
+        far, on which Adam's bias correction depends.
         """
+        # Under ZeRO 1 and 2, `params` of a group is its flat fp32 tensor, one of `_master_weights`.
+        # Muon does not support ZeRO 3.
         muon_tensors: set[Tensor] = set()
         for group in self.adam.param_groups:
             if group["muon"]:
@@ -550,7 +560,10 @@ class Engine:
         return (*moments, AVERAGE)
 
     def _link_moments(self) -> None:
-        """Make the moments accessible from the parameters. ZeRO 3 needs no links."""
+        """Make the moments accessible from the parameters, as `zero_partitions` requires.
+
+        ZeRO 3 needs no links, and there are no moments before the first update.
+        """
         if self.zero_stage < 3 and self.optimizer_steps:
             deepspeed_patches.link_optimizer_states(self._zero)
 
@@ -581,7 +594,7 @@ def _gather_for_whole_layers(model: Module) -> None:
 def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
     """Set torchrun's environment variables within the context, unless torchrun has set them.
 
-    DeepSpeed reads them also in a single process without a launcher.
+    DeepSpeed reads these variables, even in a single process that no launcher has started.
     """
     local_rank = layout.rank
     if layout.device.type == "cuda":

@@ -132,10 +132,10 @@ class ScatteredGradients:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
-        """Accumulate a parameter's gradient of one micro-batch. If the gradients of parameter group
-        number `group` are then complete, start to average them.
+        """Accumulate a parameter's gradient of one micro-batch. If this completes the gradients of
+        the parameter group, start to average them.
 
-        DeepSpeed calls this during the backward pass.
+        DeepSpeed calls this during the backward pass. `group` is the index of the parameter group.
         """
         self._accumulate(parameter, parameter.grad, group)
         parameter.grad = None
@@ -152,16 +152,18 @@ class ScatteredGradients:
             self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
-        """Add a gradient of `deferred` from another pipeline stage. Call this before `_finish`
-        averages its group.
+        """Add a gradient of `deferred` from another pipeline stage.
+
+        Call this before DeepSpeed calls `_finish`, which averages the group of `deferred`.
         """
         for group, parameters in enumerate(self._zero.bit16_groups):
-            # `in` would compare the elements of tensors.
+            # `self._deferred in parameters` would compare the elements of tensors.
             if any(parameter is self._deferred for parameter in parameters):
                 self._accumulate(self._deferred, gradient, group)
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
         """Add a gradient to its place in the flat sum of its parameter group."""
+        # ZeRO's offsets of the parameters in the flat tensor of their group.
         start = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         stop = start + parameter.numel()
         self._flat_sum(group)[start:stop].add_(gradient.reshape(-1))
@@ -210,7 +212,7 @@ class ScatteredGradients:
     def _finish(self, **_: Any) -> None:
         """Average the groups that `_add` has not averaged, and prepare for the next backward pass.
 
-        These are the group of `deferred`, and groups with a parameter that had no gradient.
+        `_add` leaves the group of `deferred`, and groups with a parameter that had no gradient.
         DeepSpeed calls this after the backward pass, with arguments that are not needed here.
         """
         for group, missing in enumerate(self._missing):

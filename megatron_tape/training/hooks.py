@@ -215,12 +215,12 @@ class GradientNorms(Hook):
         if not trainer.logs(step):
             return HookResult()
 
-        # Do not measure in steps that are not logged.
+        # Stop measuring: `before_step` sets the function again for the next logged step.
         trainer.engine.before_update = lambda: None
         dist.all_reduce(self._sums)
         scalars = {}
         for kind, sum_of_squares, count in zip(KINDS, *self._sums.tolist()):
-            if count:
+            if count:  # some parameter of this kind is trained
                 scalars[f"grad_norm/{kind}"] = sum_of_squares**0.5
         return HookResult(scalars)
 
@@ -257,9 +257,9 @@ class GradientNorms(Hook):
 class PositionNorms(Hook):
     """Logs the root mean squares of the position state's complex numbers and of their last update.
 
-    For RoPE they are 1 (with yarn, the attention factor) and 0, so they show how far TAPE is from
-    RoPE. Every logged step returns them by layer, and as root mean squares over the layers. Nothing
-    is logged if no layer updates the state.
+    For RoPE, that of the state is 1 (with yarn, the attention factor), and that of the update is 0.
+    Both thus show how far TAPE is from RoPE. Every logged step returns them by layer, and as root
+    mean squares over the layers. Nothing is logged if no layer updates the state.
     """
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -309,7 +309,8 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
     # The rows of a layer's `norms` are the sum of squares of the state, that of its update, and the
     # number of elements of both. The columns are the query groups.
     local = {encoding.layer: encoding.norms for encoding in model.updating_encodings()}
-    # Layers of other pipeline stages count as zeros here, and these stages add their norms.
+    # This rank has zeros for the layers of other pipeline stages, whose ranks contribute the values
+    # to the all-reduce.
     device = next(model.parameters()).device
     zeros = torch.zeros(3, model.model_config.query_groups, device=device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])

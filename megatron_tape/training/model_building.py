@@ -55,7 +55,8 @@ def build_model(
     fused = verified_kernels(config.model, layout, dtype, allow_slow)
 
     model_chunks = []
-    # With virtual stages, a rank has every pipeline_size-th chunk of layers.
+    # `every_chunk` has the layers of each chunk of the model. With virtual stages, a rank has
+    # several chunks: every pipeline_size-th one from its own stage on.
     every_chunk = config.parallel.model_chunks(config.model.num_layers)
     for layers in every_chunk[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(
@@ -94,7 +95,7 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
         train.recompute,
     )
 
-    # `bf16` is the name of these instructions on Arm CPUs.
+    # torch's names of bf16 instructions; the last one is that on Arm CPUs.
     bf16_instructions = ("avx512_bf16", "amx_bf16", "bf16")
     if train.precision == "bf16" and layout.device.type == "cpu":
         if not any(map(torch.cpu.get_capabilities().get, bf16_instructions)):
@@ -121,8 +122,8 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter) 
     ):
         raise ValueError("all parameters of the model would be frozen; change extension.trains")
     if isinstance(model, Pipeline) and model.tied is not None:
-        # Only the first stage has the parameter, but all stages need to know whether it is trained.
-        # So pass a parameter without data.
+        # All stages need to know whether the tied embedding is trained, but only the first stage
+        # has the parameter. So pass a parameter without data to `trains`.
         model.tied.trained = trains(
             EMBEDDING, Parameter(torch.empty(model.tied.shape, device="meta"))
         )
@@ -147,7 +148,7 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
 
     trained = sum(layout.gather_pipeline_stages(trained), Counter())
     total = sum(layout.gather_pipeline_stages(total), Counter())
-    total["total"] = total.pop("total")  # the last row
+    total["total"] = total.pop("total")  # move the key to the end, as the last row
     width = len(f"{total['total']:,}")
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
     lines += [f"{kind:<12}{trained[kind]:>{width},}  {total[kind]:>{width},}" for kind in total]

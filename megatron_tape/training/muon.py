@@ -50,6 +50,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.T
+        # x = (a + b G + c G^2) x, where G is the Gram matrix.
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
@@ -101,6 +102,7 @@ class Matrices:
             parameter: name for name, parameter in parameters.items() if is_matrix(name)
         }
         self._matrices: dict[Tensor, list[Matrix]] = {}
+        # ZeRO lays out the parameters of a group one after another in the flat tensor of the group.
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
             matrices = []
             first = 0
@@ -129,7 +131,7 @@ class Matrices:
             end = matrix.first + matrix.parameter.numel()
             low = max(matrix.first, begin)
             high = min(end, begin + numel)
-            # The elements [low, high) of the matrix are in the partition, or none if low >= high.
+            # The partition has the elements [low, high) of the matrix, or none if low >= high.
             if low < high:
                 momentum = whole[matrix.first : end].view(matrix.parameter.shape)
                 update = self._orthogonal(matrix, momentum).reshape(-1)

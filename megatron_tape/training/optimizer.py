@@ -41,7 +41,8 @@ def parameter_groups(
             groups.setdefault(_group_key(name, parameter, config), []).append(parameter)
 
     chunks = {key: _split(parameters, largest) for key, parameters in groups.items()}
-    # If another stage has more chunks for a key, this stage adds as many with an empty parameter.
+    # If another stage has more chunks for a key, this stage adds chunks with one empty parameter
+    # until it has as many.
     chunk_counts = {key: len(key_chunks) for key, key_chunks in chunks.items()}
     for stage_counts in gather_pipeline_stages(chunk_counts):
         for key, count in stage_counts.items():
@@ -72,7 +73,7 @@ def _group_key(name: str, parameter: Parameter, config: OptimizerConfig) -> _Gro
     in `config.weight_decay_of` for the parameter itself overrides the attribute.
     """
     configured = _value_of(config.weight_decay_of, name)
-    decays = getattr(parameter, "decay", None)
+    decays = getattr(parameter, "decay", None)  # None: the parameter has no such attribute
     if _position_key(name) in config.weight_decay_of:
         decays = True
     elif decays is None:

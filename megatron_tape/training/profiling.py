@@ -30,20 +30,23 @@ class Profiling(Hook):
     def __init__(self, settings: ProfileSettings):
         self._settings = settings
         self._requested = settings.steps
-        """First and last step of the next trace."""
+        """First and last step of the next trace, or of the one that is being recorded; None if no
+        trace is due.
+        """
         self._active: profile | None = None
-        """The profiler of the trace that is being recorded."""
+        """The profiler of the trace that is being recorded; None if there is none."""
         self._first = 0
-        """First step of that trace."""
+        """First step that `_active` has recorded."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        # A signal during a trace is ignored.
+        # A signal that arrives while a trace is being recorded is ignored.
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
         if self._requested is None or self._active is not None:
             return
 
-        # A run that resumes within the steps of `train.profile.steps` profiles the rest of them.
+        # Not only at the first step: a run may resume between the first and the last step, and then
+        # profiles the rest of them.
         first, last = self._requested
         if first <= step <= last and trainer.layout.rank in self._settings.ranks:
             activities = [ProfilerActivity.CPU]

@@ -29,7 +29,7 @@ spike.
 """
 RECENT_VALUES = "spike_values"
 SPIKE_COUNT = "spikes_found"
-"""Keys in a checkpoint's `progress`: `Spikes.values`, and the number of spikes so far."""
+"""Keys in a checkpoint's `progress`: of `Spikes.values`, and of the number of spikes so far."""
 
 
 class Rewind(Exception):
@@ -44,7 +44,9 @@ class Spikes:
     """
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
-        """Start with `values`, two lists with recent losses and gradient norms; None for none."""
+        """Start with `values`, a list of recent losses and a list of recent gradient norms. None
+        starts with empty lists.
+        """
         self._settings = settings
         self.values = values or [[], []]
         """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint
@@ -86,6 +88,7 @@ class SpikeHook(Hook):
 
     def __init__(self, settings: SpikeSettings):
         self._settings = settings
+        # Created in the first `before_step`, when `trainer.progress` has been restored.
         self._spikes: Spikes | None = None
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -101,7 +104,7 @@ class SpikeHook(Hook):
         if result.finite:
             values = result.loss, result.grad_norm
             if self._settings.action == "skip":
-                # The engine has applied `is_spike` before the update.
+                # The engine has called `is_spike` before the update, and skipped it for a spike.
                 is_spike = result.skipped
             else:
                 is_spike = trainer.layout.any_rank(self._spikes.is_spike(*values))
@@ -156,8 +159,8 @@ class SpikeHook(Hook):
                 " data, or raise the limit"
             )
         if action == "rewind":
-            # The restarted run reads this record, and skips the data. It would meet the same spike
-            # again without the record.
+            # The restarted run reads this record, and skips the data up to the spike. Without the
+            # record, it would train on the same data, and meet the same spike again.
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:

@@ -45,7 +45,7 @@ class StepClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the time within the context as phase `name`."""
-        # Work in another stream overlaps with computation.
+        # Do not measure work in another stream, which overlaps with the phase of the main stream.
         if self._stream is not None and torch.cuda.current_stream() != self._stream:
             yield
             return
@@ -95,7 +95,7 @@ class StepClock:
         if self._stream is not None:
             self._changes[-1][0].synchronize()
 
-        # A phase lasts until the next change; CUDA events measure milliseconds.
+        # A phase lasts until the next change. `elapsed_time` of CUDA events is in milliseconds.
         for (start, name), (end, _) in itertools.pairwise(self._changes):
             if name is not None and self._stream is not None:
                 self._seconds[name] += start.elapsed_time(end) / 1e3
@@ -104,7 +104,7 @@ class StepClock:
         self._changes.clear()
 
     def _record_change(self) -> None:
-        """Record that the phase has changed to the innermost open one."""
+        """Record that the phase has changed to the innermost one of `_open`, or to none."""
         if self._stream is None:
             time_or_event = self._clock()
         else:

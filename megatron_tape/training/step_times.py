@@ -69,7 +69,7 @@ class StepTimes(Hook):
         clock = trainer.engine.clock
         self._steps += 1
         if not trainer.logs(step):
-            # Bounds the memory of runs that log rarely.
+            # Runs that log rarely would otherwise store very many changes of phase.
             clock.add_up(MOST_CHANGES)
             return HookResult()
 
@@ -80,7 +80,7 @@ class StepTimes(Hook):
         if trainer.layout.device.type == "cuda":
             metrics.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            # The next peaks are those of the steps until the next logged one.
+            # The next logged step then reports the peaks since this one.
             torch.cuda.reset_peak_memory_stats()
         if trainer.layout.world_size > 1:
             self._compare_ranks(trainer.layout, steps, seconds, metrics)
@@ -94,6 +94,7 @@ class StepTimes(Hook):
         `seconds` are this rank's seconds by phase, averaged over the last `steps` steps. All ranks
         call this together.
         """
+        # The names do not change, so they are gathered once.
         self._names = self._names or layout.gather(_device_name(layout.device))
         computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
         computing_times, data_times = zip(*layout.gather((computing, seconds.get(DATA, 0.0))))

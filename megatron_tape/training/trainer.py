@@ -95,7 +95,8 @@ class Trainer:
     samples = 0
     """The number of sequences that the run has trained on or skipped."""
     _trained_samples = 0
-    """The value of `samples` after the last step, before data after it was skipped."""
+    """The value of `samples` after the last completed step. `samples` is larger if `_skip_data` has
+    skipped data after that step."""
 
     def __init__(
         self,
@@ -143,6 +144,8 @@ class Trainer:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
 
         watch.progress("reading the checkpoint")
+        # The `Checkpoint` with the initial weights, or None. It is not read if the run has a
+        # checkpoint to continue, which is `self.checkpoint`.
         self.base = None
         self.checkpoint = open_to_resume(config, self.layout)
         if self.checkpoint is not None:
@@ -163,7 +166,8 @@ class Trainer:
         skipped = on_rank_0(
             self.layout, directory, "cannot start", partial(read_skipped_data, directory)
         )
-        # The record is never removed. It is outdated if the checkpoint is of a later step.
+        # Nothing removes the record, so it can be outdated: the run may have saved a checkpoint
+        # after the skipped data, and continue from that checkpoint now.
         if skipped is not None and skipped["samples"] > self.samples:
             self.samples = skipped["samples"]
             self.spikes = skipped["spikes"]
@@ -224,9 +228,10 @@ class Trainer:
             gc.disable()
             stopped = self._train()
             if stopped is not None:
+                # For example, "SIGTERM stopped the run after step 7".
                 reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        # All ranks raise these two errors, so they can complete a pending save together. The run
-        # continues from it later.
+        # These two errors are raised on all ranks, so the ranks can complete a pending save
+        # together. The run can later continue from the checkpoint.
         except Rewind as rewind:
             self.saves.finish()
             reason = str(rewind)
@@ -239,7 +244,7 @@ class Trainer:
                 self.writer.close()
         self.engine.close()
 
-        # Once a rank exits, the launcher stops the others.
+        # Record the end before any rank exits, because the launcher then stops the other ranks.
         if reason is not None and self.layout.rank == 0:
             self.watch.record_end(INTERRUPTED, reason)
         self._leave_together()
@@ -251,7 +256,7 @@ class Trainer:
 
         The run may enter a stage in its middle, if it skips the stage's first data.
         """
-        # Before its first step, the run is in no stage.
+        # Before its first step, the run is in no stage, so it has no stage to leave.
         if self._trained_samples == 0:
             return False
         # A step belongs to the stage of its last sequence.
@@ -293,7 +298,8 @@ class Trainer:
         names = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         frozen = list(itertools.chain(*layout.gather_pipeline_stages(names)))
         frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
-        # ZeRO 3 partitions the parameters in `_fill_weights`; their shapes are then empty.
+        # A text for the logs, made before `_fill_weights`: there, ZeRO 3 partitions the parameters,
+        # whose shapes are then empty.
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
@@ -343,7 +349,8 @@ class Trainer:
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
 
-        # The checkpoint is older than the spike, so its `progress` does not count the spike.
+        # The checkpoint was saved before the spike at which it was restored, so its `progress` does
+        # not count that spike.
         if self.spikes:
             self.progress[SPIKE_COUNT] = self.spikes
         if self.layout.rank == 0:  # only this rank writes `progress`
@@ -369,8 +376,8 @@ class Trainer:
     def _report_validation(self) -> None:
         """Log at which steps the run computes the validation loss, or why it does not."""
         train = self.config.train
-        if missing := missing_validation(self.config):
-            logger.info("the run computes no validation loss: %s", missing)
+        if reason := missing_validation(self.config):
+            logger.info("the run computes no validation loss: %s", reason)
             return
         when = "after the last step"
         advice = "; set train.eval_interval to compute it more often"
@@ -390,14 +397,15 @@ class Trainer:
         # The number of samples changes the order only if it changes the number of epochs.
         if self.config.data.prefix is not None and only_size_changed(keys):
             before = with_saved_size(saved, self.config)
+            # The number of samples of the whole run with the saved settings.
             samples_before = before.train.samples_after(before.train.steps - self.step, consumed)
-            order_before = None
+            order_before = None  # equals no order
             with suppress(UserError, OSError):  # a stage's dataset may have been moved or removed
                 order_before = sample_order(before, samples_before, consumed)
             if order_before == sample_order(self.config, self.batches.samples.stop, consumed):
                 return
-            # If no setting has changed, the run needs more samples because it has skipped data
-            # after a spike.
+            # If the order differs although no setting has changed, the run has skipped data after a
+            # spike, and needs more samples in all.
             keys = keys or ["train.spikes"]
         if keys:
             logger.info(
@@ -411,7 +419,8 @@ class Trainer:
         """Allocate the parameters, and load or initialize them.
 
         The weights come from the run's checkpoint or from the model that the run extends.
-        Parameters that this model lacks are initialized, or all parameters if the run has neither.
+        Parameters that the extended model lacks are initialized. If the run has neither a
+        checkpoint nor a model to extend, all parameters are initialized.
         """
         config = self.config
         layout = self.layout
@@ -447,10 +456,11 @@ class Trainer:
         """Open the metrics writer, log the configuration, and write `config.yaml`."""
         config = self.config
         attempt = self.watch.attempt
-        # A newer attempt may have started meanwhile, and its files must not be replaced.
+        # A newer attempt may have started since this one. Its files must not be replaced.
         attempt.check_owner()
         directory = config.logging.directory
-        # `self.step` and `self.samples` change, but `work` below must count from the start.
+        # The writer calls `work` during training, when `self.step` and `self.samples` have changed.
+        # `work` returns the run's number of sequences after `steps` steps.
         start = self.step
         samples_at_start = self.samples
         to_wandb = None
@@ -471,7 +481,7 @@ class Trainer:
         writer.text("configuration", to_yaml(config), start)
         writer.text("parameters", self.parameters, start)
         writer.text("layout", config.parallel.describe(self.layout.world_size), start)
-        # data.allow_changed must not apply to later attempts.
+        # A user allows changed data for this attempt only, but later attempts read config.yaml.
         next_config = replace(config, data=replace(config.data, allow_changed=False))
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             file.write(to_yaml(next_config))
@@ -506,7 +516,7 @@ class Trainer:
             seconds += time.perf_counter() - started
             timed_samples += batch_size
             self.step = step
-            # Skipped steps count, too: their data is not used again.
+            # The data of a step whose update was skipped counts, too: it is not used again.
             self.samples += batch_size
             self._trained_samples = self.samples
             watch.progress(TRAINING, step)
@@ -549,7 +559,7 @@ class Trainer:
             with self.engine.clock.phase(SAVE):
                 wait = is_last or stopping
                 saved = self.saves.save(step, self.samples, self.progress, wait)
-            # A signal may have come during the save.
+            # A signal may have arrived during the save, which may not have waited for its files.
             stopping = self._must_stop()
             if stopping and not saved:
                 saved = self.saves.finish()

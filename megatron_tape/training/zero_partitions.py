@@ -23,7 +23,7 @@ def whole_tensor(parameter: Parameter, key: str) -> Tensor:
     Whole means this rank's tensor-parallel shard, merged from ZeRO's partitions. Collective over
     the ranks that hold the same shard.
     """
-    # Frozen parameters have no fp32 copy in the optimizer.
+    # A frozen parameter has no fp32 copy in the optimizer, so convert the parameter itself.
     if not parameter.requires_grad:
         is_partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned):
