@@ -7,9 +7,9 @@ sizes and sha256. A process may be killed at any moment without leaving a half-w
 - An old checkpoint is renamed to a name that no reader accepts, and then deleted.
 - Names that start with a dot and end in `.partial` are leftovers of killed processes.
 
-A run that saves a step for which a checkpoint exists replaces that checkpoint. It is damaged, since
-the run would have continued from it otherwise. `step-00000100.abandoned` is a damaged checkpoint
-that the run has skipped, to continue from an earlier one (see `prune`).
+A run that saves a step for which a checkpoint exists replaces that checkpoint. The replaced one is
+damaged, because the run would otherwise have continued from it. `step-00000100.abandoned` is a
+damaged checkpoint that the run has skipped, to continue from an earlier one (see `prune`).
 
 If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are
 ignored. Only one process at a time may call these functions, but several may write files into one
@@ -41,6 +41,7 @@ STATE = "state.json"
 ABANDONED = ".abandoned"
 """Suffix of a damaged checkpoint that the run has skipped."""
 START_AGAIN = "start the run again, or move this checkpoint away to continue from the previous one"
+# At least 8 digits, and no zero before more than 8: `step-00000100`, `step-123456789`.
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
@@ -119,7 +120,7 @@ class _Paths(TypedDict, total=False):
 
 
 class _Config(TypedDict):
-    """The settings in `state.json` that are read without the parser of settings."""
+    """The settings in `state.json` that are read directly, without building a `RunConfig`."""
 
     model: dict[str, Any]
     data: NotRequired[_Paths]
@@ -167,7 +168,7 @@ def publish(
         },
     )
     sync_directory(staging)
-    # Another node may have written a file to its own disk instead of a shared one.
+    # If the directory is not shared, another node has written its files to its own disk.
     for name, expected in files.items():
         if problem := _file_problem(staging / name, name, expected, deep=False):
             raise CheckpointError(
@@ -228,8 +229,8 @@ def read_manifest(path: str | Path) -> Manifest:
 def read_state(path: str | Path) -> CheckpointState:
     """Read a checkpoint's `state.json`. Raises ValueError if it is malformed.
 
-    Parameters have their current names, also if the checkpoint has format 3. Only those settings in
-    `config` are checked that are read without the parser of settings.
+    Parameters have their current names, also if the checkpoint has format 3. Only the settings that
+    `_Config` lists are checked in `config`.
     """
     state = read_record(Path(path) / STATE, CheckpointState)
     state["sharded"] = {current_name(name): shards for name, shards in state["sharded"].items()}
@@ -271,7 +272,8 @@ def newest_complete(
     otherwise only sizes are compared.
 
     Raises:
-        OSError: if a disk error prevents the check. It may pass, so no older checkpoint is chosen.
+        OSError: if a disk error prevents the check. No older checkpoint is chosen, because the
+            error may pass.
         OtherFormat: if another version of this project wrote a checkpoint. A run that continued
             from an older one would replace it.
     """
@@ -366,20 +368,21 @@ def _problems(path: Path, deep: bool) -> list[str]:
         for name, expected in manifest["files"].items():
             if problem := _file_problem(path / name, name, expected, deep):
                 damage.append(problem)
-        # A damaged state.json could not be read.
+        # Compare the steps only if no file is damaged, because state.json must be readable.
         if not damage and STATE in manifest["files"]:
             step = read_state(path)["step"]
             if step != manifest["step"]:
                 damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
         return damage
-    except OtherFormat:  # a ValueError, which the next clause would catch
+    except OtherFormat:  # it is a ValueError, so the next clause would catch it
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]
 
 
 def _file_problem(path: Path, name: str, expected: FileDigest, deep: bool) -> str | None:
-    """Return a sentence if the file at `path` is missing or has not the `expected` size, or None.
+    """Return a sentence if the file at `path` is missing or does not have the `expected` size, and
+    None otherwise.
 
     With `deep`, also compare the sha256. `name` is the file's name in the sentence. Raises OSError
     if the disk fails.

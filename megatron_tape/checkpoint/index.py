@@ -20,6 +20,7 @@ from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE, current_name
 
 INDEX = "index.json"
+# Matches names such as `tensors-tp01-dp00000.safetensors`; the group is the tensor-parallel rank.
 _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
 CHOOSE_ANOTHER = "choose another checkpoint"
@@ -111,7 +112,7 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, number = heapq.heappop(loads)
         heapq.heappush(loads, (load + sizes[name], number))
-        # Spaces the used ranks evenly.
+        # Space the used ranks evenly: number 1 of 2 is rank 4 of 8, for example.
         assigned[name] = number * ranks // used_ranks
     return assigned
 
@@ -135,8 +136,8 @@ def writers(
 def writer_count(size: int, shards: int, limit: int | None) -> int:
     """Return how many ranks write one shard of `size` bytes, at least 1.
 
-    `shards` is the number of shards of the model. `limit` is `checkpoint.writers`; None derives it
-    from FILE_BYTES and MAX_FILES.
+    `shards` is the number of shards of the model. `limit` is `checkpoint.writers`, the maximum for
+    all shards together; if it is None, the limit follows from FILE_BYTES and MAX_FILES.
     """
     if limit is None:
         limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))

@@ -55,7 +55,8 @@ def find_checkpoint(
         return path
 
     roots = [path, path / "checkpoints"]
-    # The run may save elsewhere. Its settings are only a hint, so they may be missing or damaged.
+    # The run may save in another directory, `checkpoint.directory` in its config.yaml. The search
+    # goes on if that file is missing or damaged.
     with suppress(OSError, ValueError, KeyError, TypeError):
         settings = read_yaml(path / "config.yaml", dict[str, dict[str, Any]])
         roots.append(Path(settings["checkpoint"]["directory"]))
@@ -205,7 +206,7 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
         return
 
     owners = [Path(directory).parent]
-    # An unreadable state.json cannot say who saved the checkpoint.
+    # The newest checkpoint says which run saved it, unless its state.json cannot be read.
     for _, newest in files.list_checkpoints(directory)[:1]:
         with suppress(ValueError, FileNotFoundError):
             saved = files.read_state(newest)["config"].get("logging", {})

@@ -35,7 +35,8 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
     # Rank 0 chooses a checkpoint whose files have the expected sizes. All ranks then compare the
-    # checksums. If one is wrong, rank 0 chooses again.
+    # checksums. If a checksum is wrong, the checkpoint is added to `broken`, and rank 0 chooses
+    # another one.
     broken: set[Path] = set()
     while True:
         path = on_rank_0(
@@ -91,6 +92,7 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
     if source is not None:
         role = f"has the frozen parameters of {checkpoint.path}"
         checkpoint.source = _open_complete(source, layout, role, "restore the original checkpoint")
+        # The source may itself omit frozen weights that are in a third checkpoint.
         _open_source(checkpoint.source, layout)
 
 
@@ -126,7 +128,7 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     if checkpoint is None:
         return None, damage
 
-    # Each rank compares some files, and all ranks get the results of all.
+    # Each rank compares the checksums of some files, and then gathers the results of all ranks.
     own_files = [name for name, rank in checkpoint.readers(layout).items() if rank == layout.rank]
     own_damage: list[str] = []
     with RankErrors(layout) as errors:

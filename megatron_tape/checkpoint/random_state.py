@@ -28,7 +28,7 @@ def random_state() -> bytes:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     state: Any = np.random.get_state()
-    kind, keys, *rest = state
+    kind, keys, *rest = state  # the name of the algorithm, its array, and three numbers
     # The keys are uint32, which torch supports only in part.
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     texts = {

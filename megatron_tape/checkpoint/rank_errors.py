@@ -13,7 +13,7 @@ from megatron_tape.parallel.layout import ParallelLayout
 
 T = TypeVar("T")
 _CAN_PASS = (OSError, MemoryError, torch.OutOfMemoryError)
-"""Errors that a retry may not meet again, such as that of a full disk."""
+"""Errors whose cause can pass, such as a full disk, so that a retry may succeed."""
 logger = logging.getLogger(__name__)
 
 
@@ -71,14 +71,14 @@ class RankErrors:
             StaleAttempt: if a newer attempt owns the run. This error precedes the others.
             UnexpectedCheckpointError: if a rank failed with an error that is neither a UserError
                 nor one that can pass. That rank logs its traceback.
-            CheckpointError: if a rank failed with another error. Of several, the error of the first
-                rank is raised.
+            CheckpointError: if a rank failed with another error. If several ranks failed in this
+                way, the error of the first of them is raised.
         """
         own_failure = None if self._error is None else self._failure(path)
         failures = self._layout.gather(own_failure)
 
-        # Ranks may fail with different errors. An unexpected one is the one to act on, even if
-        # another rank's disk is full.
+        # Ranks may fail with different errors. An unexpected error precedes one that can pass, such
+        # as a full disk, because a retry would meet the unexpected one again.
         for kind in (StaleAttempt, UnexpectedCheckpointError, CheckpointError):
             for rank, error in enumerate(failures):
                 if isinstance(error, kind):
@@ -95,7 +95,7 @@ class RankErrors:
             self._check_owner()
         except StaleAttempt as error:
             return error
-        except OSError:  # the owner cannot be read if the disk fails
+        except OSError:  # the disk fails, so who owns the run is unknown
             pass
 
         error = self._error

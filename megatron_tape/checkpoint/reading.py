@@ -68,7 +68,7 @@ class Checkpoint:
         size = self.state["tensor_model_parallel_size"]
         shards: dict[str, list[Shard | None]] = {}
         for file, places in read_index(self.path, size).items():
-            # The manifest has no checksum for such a file, so damage would not be noticed.
+            # Without a checksum in the manifest, damage of the file would not be noticed.
             if file not in self.files:
                 raise CheckpointError(
                     self.path / INDEX,
@@ -108,7 +108,7 @@ class Checkpoint:
         for name in names:
             try:
                 sha256 = digest(self.path / name)["sha256"]
-            # A missing file is no damage either: rank 0 has seen it, so this node's view is wrong.
+            # Also for a missing file. Rank 0 has seen it, so this node's file system is to blame.
             except OSError as error:
                 raise CheckpointError(
                     str(self.path / name), f"cannot be read ({error})", START_AGAIN
@@ -172,9 +172,12 @@ class Reader:
         self._layout = layout
         self._saved_size = checkpoint.state["tensor_model_parallel_size"]
         self._readers = checkpoint.readers(layout)
+        """The global rank that reads each file, by the file's name."""
         self.names = list(itertools.chain(*layout.gather_pipeline_stages(list(parameters))))
         self._error: Exception | None = None
+        """The last error of this rank in reading a tensor, which `check` raises."""
         self._check_shapes()
+        # Reads the frozen weights that `checkpoint` omits; None if it omits none.
         self._source_reader = None
         if checkpoint.source is not None:
             self._source_reader = Reader(checkpoint.source, parameters, layout)
@@ -189,8 +192,8 @@ class Reader:
             if None in shards:
                 raise self._unusable(f"has {key} for only some of its {self._saved_size} ranks")
 
-            # The shape of a shard in the checkpoint, which may have been saved with another
-            # tensor-parallel size.
+            # Compute the shape that a shard has in the checkpoint, which may have been saved with
+            # another tensor-parallel size.
             shape = list(shard_shape(parameter))
             if is_sharded(parameter):
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
@@ -228,7 +231,7 @@ class Reader:
             return self._receive(shards[layout.tensor_parallel_rank], layout.groups.dp_cp)
 
         _, name = split_key(key)
-        # The shards of a replicated parameter are equal.
+        # The shards of a replicated parameter are equal, so the first one is enough.
         if name not in self._checkpoint.state["sharded"]:
             shards = shards[:1]
         received = [self._receive(shard_on_disk, dist.group.WORLD) for shard_on_disk in shards]

@@ -71,7 +71,7 @@ def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -
     new = [name for name in read.names if name not in saved]
     fix = "set extension.from to another model"
     for name in new:
-        # If the model in `base` should have the parameter of its encoding, the file is damaged.
+        # A parameter in `expected` belongs to the model in `base`, so `base` is damaged without it.
         kind = kind_of(name)
         if kind != "lora" and (kind != "position" or name in expected):
             raise CheckpointError(
@@ -138,7 +138,7 @@ def source_of_frozen(
         if directory.resolve() not in checkpoint.path.resolve().parents:
             return source_record(checkpoint.path)
 
-        # If the run's own checkpoint omits the weights, too, refer to the same source.
+        # If this checkpoint of the run omits the weights, too, refer to the same source as it does.
         if checkpoint.source is not None:
             if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
                 raise CheckpointError(

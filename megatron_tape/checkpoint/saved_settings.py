@@ -127,9 +127,8 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
         keys += LORA_KEYS
     changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
 
-    # Compare the directories of the runs to extend. If the setting is a run, its newest checkpoint
-    # was extended, and there may be a newer one now. The saved value is the run's directory if all
-    # settings of the model were given, and the checkpoint otherwise.
+    # If the user names a run, its newest checkpoint is extended, and there may be a newer one now.
+    # So two checkpoints in the same directory count as equal.
     before = Path(saved["from"]).resolve()
     now = Path(current["from"]).resolve()
     if before.name.startswith("step-"):
@@ -192,8 +191,8 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     Settings that were not saved or do not affect the computation are skipped.
     """
     sentences = []
-    # Skip the other settings of the model: `check_same_model` has found them equal, so they differ
-    # only in that one version has a null for a derived value.
+    # Of the settings of the model, report only those that may change. `check_same_model` has found
+    # the others equal; if they differ here, one value is null, and the other is derived.
     for key, was, now in changed_values(saved, _as_json(config)):
         changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
         if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):
@@ -232,7 +231,7 @@ def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunC
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
     """Return whether `keys` contains the setting `key`, or a section that contains it."""
-    # With the dots at the end, `data.split` does not match `data.splits`.
+    # Because of the dots at the end, a section `data.split` does not contain a key `data.splits`.
     return any(f"{key}.".startswith(f"{section}.") for section in keys)
 
 
@@ -274,7 +273,8 @@ def model_differences(
     `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in
     `free` are skipped. A null equals the value that is derived from other settings.
     """
-    # A derived value that differs only because another setting does is not reported.
+    # Report only keys that differ in `a` and `b` themselves. A derived value may also differ only
+    # because another setting does.
     differing = {key for key, *_ in changed_values(a, b, "model")}
     reported = differing - {f"model.{key}" for key in free}
     name_a, name_b = names

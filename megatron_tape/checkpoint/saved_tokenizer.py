@@ -35,7 +35,7 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     if not directory.is_dir():
         return None
     tokenizer = load_tokenizer(directory)
-    # Nothing has compared the checksum of a file that the manifest does not list.
+    # The manifest has the checksums. A file that it does not list may be damaged or foreign.
     listed = read_manifest(checkpoint)["files"]
     if unlisted := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
         raise CheckpointError(

@@ -90,7 +90,7 @@ class Save:
         self._in_thread = in_thread
         self._thread: threading.Thread | None = None
         self._is_publishing = False
-        """Whether the second of the two parts, `_write` and `_publish`, has been started."""
+        """Whether `_publish`, the second part of the save after `_write`, has been started."""
         self._entries: dict[str, FileDigest] = {}
         """The manifest's entries by file: those of this rank; in `_publish`, rank 0 has all."""
         self._index: dict[str, dict] = {}
@@ -144,7 +144,7 @@ class Save:
                 action()
 
         if self._in_thread:
-            # A daemon, so that a process that fails does not wait for its files.
+            # A daemon thread, so that a failing process ends without waiting for the files.
             self._thread = threading.Thread(target=run, name="save", daemon=True)
             self._thread.start()
         else:
@@ -167,12 +167,13 @@ class Save:
     def _copy_tensors(self) -> None:
         """Copy the tensors that this rank writes to `_tensors`, and set `_file_number`.
 
-        The number is None if this rank writes no file. Files of a tensor-parallel rank are numbered
-        by pipeline stage, then by replica rank.
+        `_file_number` is None if this rank writes no file. The files of a tensor-parallel rank are
+        numbered in the order of pipeline stages, and within a stage in that of replica ranks.
         """
         layout = self._layout
         engine = self._writer.engine
         with_frozen = self._writer.frozen_from is None
+        # The replica rank that writes each tensor, by the tensor's key.
         writer_of = writers(
             engine.state_sizes(with_frozen),
             layout.tensor_parallel_size * layout.pipeline_size,
@@ -223,7 +224,7 @@ class Save:
         self._attempt.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
 
-        # A newer attempt may have started meanwhile, and its checkpoints must not be removed.
+        # A newer attempt may have started during `publish`. Its checkpoints must not be removed.
         self._attempt.check_owner()
         checkpoint = self._writer.config.checkpoint
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
