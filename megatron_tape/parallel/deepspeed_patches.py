@@ -187,8 +187,8 @@ def _wait(
     with waiting():
         handle.allgather_handle.wait()
 
-    # `partitions` are views of one buffer. Row r has the partitions of all parameters that rank r
-    # has sent.
+    # `partitions` are views of one buffer, which `_base` is. Row r of it has the partitions of all
+    # parameters that rank r has sent.
     gathered = handle.partitions[0]._base
     rows = gathered.view(handle.world_size, -1)
     start = 0

@@ -91,11 +91,12 @@ def check_launcher_environment() -> None:
     """
     rank, size = rank_and_size()
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank()}
-    # These functions raise if the value is invalid.
+    # Call these only because they raise if the value is invalid.
     local_world_size()
     restart_count()
     if size > 1 or has_rank_0_address():
-        # One of these two is set, and requires the other variables.
+        # WORLD_SIZE is set if the size exceeds 1, and otherwise RANK is. Each of the two requires
+        # all four variables.
         present = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
         for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(missing):
@@ -115,8 +116,8 @@ def check_launcher_environment() -> None:
 def refuse_launcher(program: str, reason: str) -> None:
     """Raise UserError if a launcher has started `program`, which runs as a single process.
 
-    `reason` is the problem in the message. UserError is also raised if the launcher's variables are
-    inconsistent.
+    `reason` says in the message what is wrong with that. UserError is also raised if the launcher's
+    variables are inconsistent.
     """
     if has_rank_0_address():
         raise ConfigError(
@@ -187,8 +188,8 @@ def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
         # `ip_address` does not accept the zone of an IPv6 address, such as `%eth0`.
         if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             loopback.append(node)
-    # If every node has a loopback address of its own, they are virtual nodes on one machine, which
-    # reach each other.
+    # If every node has a loopback address, all nodes are virtual ones on one machine, and can reach
+    # each other.
     if len({addresses[node] for node in loopback}) == len(addresses):
         return []
     return loopback

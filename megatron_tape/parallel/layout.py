@@ -189,8 +189,8 @@ def initialize_distributed(
         _initialize_process_group("nccl" if device.type == "cuda" else "gloo", group_timeout)
 
     groups = _megatron_groups(*sizes)
-    # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of
-    # the previous call.
+    # Set the timeout of all groups: Megatron creates groups with torch's default of 10 or 30
+    # minutes, and reused groups have the timeout of the previous call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(group_timeout, group)
     if sequence_parallel is None:
@@ -220,8 +220,9 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-        # mallopt returns 1 if it accepts the value. glibc before 2.35 accepts at most 32 MiB, so
-        # that is tried next. Setting either option turns off glibc's dynamic thresholds.
+        # mallopt returns 1 if it accepts the value; `any` then tries no other. glibc before 2.35
+        # accepts at most 32 MiB, which is tried second. Setting either option turns off glibc's
+        # dynamic thresholds.
         if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
             set_option(_TRIM_THRESHOLD, _LARGEST)
 
@@ -287,7 +288,7 @@ def check_devices(requested: str) -> None:
 
 def _cuda_error() -> str:
     """Return why CUDA is not available."""
-    # Unlike `is_available`, `init` says what is wrong.
+    # `is_available` only returns false, but `init` raises an error that says what is wrong.
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -302,7 +303,7 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     """
     import deepspeed
 
-    # A single process needs no connections.
+    # A single process needs no connections, so its store is in its own memory.
     store, rank, size = dist.HashStore(), 0, 1
     if launcher.has_rank_0_address():
         launcher.check_master_address()
@@ -347,7 +348,7 @@ def _destroy_groups() -> None:
     """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves
     running.
     """
-    # Megatron has no list of its groups, only variables of the module.
+    # Megatron has no list of its groups. They are in variables of the module, or in lists there.
     groups = set()
     for value in vars(parallel_state).values():
         values = value if isinstance(value, list) else [value]

@@ -29,7 +29,8 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().view(-1), 0
-    # All partitions have this size; the last ones are padded.
+    # All partitions have this size; the last ones are padded. One that is only padding would start
+    # after the end of the shard, so its offset is limited.
     size = parameter.ds_tensor.ds_numel
     offset = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
     # The shard has `ds_numel - offset` elements from the offset on; what follows is padding.

@@ -57,8 +57,8 @@ class TokenLayout:
 
         With CP > 1 and TP > 1, `sequence_parallel` must be true.
         """
-        # Of groups with the same ranks, use only one, since each has its own communicator and
-        # buffers on a GPU.
+        # Of several groups with the same ranks, use only one, since each group has its own
+        # communicator and buffers on a GPU. For example, `tp_cp` and `cp` are equal if TP is 1.
         sequence = groups.tp_cp
         data = groups.dp
         if groups.tp.size() == 1:
