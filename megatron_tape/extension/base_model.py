@@ -52,7 +52,9 @@ _SCALING_KEYS = {
     "llama3": ("rope_original_seq_length", "rope_low_freq_factor", "rope_high_freq_factor"),
     "yarn": ("rope_original_seq_length", "rope_beta_slow", "rope_beta_fast", "rope_truncate"),
 }
-"""Settings that an extension keeps, by the type of the scaling."""
+"""Settings of `model.position` that belong to a type of scaling, by the type. An extension that
+keeps the type keeps their values.
+"""
 _REQUIRED_MODEL_KEYS = {
     setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING
 }
@@ -100,7 +102,7 @@ class Base:
         """A digest of a Hugging Face model: of its config.json, and of the names, sizes and
         modification times of its weight files.
         """
-        # Reading all weights would take minutes.
+        # A digest of the weights themselves would take minutes to compute.
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
             status = file.stat()
@@ -134,7 +136,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     model = values.get("model", {})
     position = model.get("position", {}) if isinstance(model, dict) else None
     if not isinstance(position, dict):
-        return values  # an error is raised when the sections are built
+        return values  # building the sections later raises the error
 
     is_complete = model.keys() >= _REQUIRED_MODEL_KEYS
     factor = section.context_factor
@@ -147,8 +149,8 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     try:
         base = base or find_base(source)
     except ConfigError:
-        # A run that has started may no longer need the model. If it does, `check_base` raises the
-        # error later.
+        # A run that has started has all settings, and may no longer need the model. If it does need
+        # it, `check_base` raises the error later.
         if is_complete:
             return values
         raise
@@ -160,7 +162,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if factor is not None:
         inherited["seq_length"] = round(factor * base.model.seq_length)
 
-    # An import pads the vocabulary for the run's tensor-parallel size.
+    # The import of a Hugging Face model pads the vocabulary for the run's tensor-parallel size.
     if base.state is None:
         parallel = build(ParallelConfig, values.get("parallel", {}), "parallel")
         inherited["vocab_size"] = padded_vocabulary(
@@ -196,12 +198,13 @@ def _check_needs_no_base(factor: float | None, inherits: bool) -> None:
 def _scale_positions(inherited: dict, given: dict, factor: float | None, base: Base) -> None:
     """Adapt in place the settings of `model.position` that a run inherits from `base`.
 
-    They are adapted to another type of scaling in the `given` settings of `model.position`, and to
-    a context that is `factor` times as long (None: as long). Raises ConfigError if the scaling
-    cannot be multiplied.
+    `given` are the run's own settings of `model.position`, which may choose another type of
+    scaling. `factor` is `extension.context_factor`; None leaves the factor of the scaling as it is.
+    Raises ConfigError if the scaling cannot be multiplied.
     """
     kind = given.get("rope_scaling_type", "linear")
-    # Linear scaling ignores the original length. The other types scale relative to it.
+    # Linear scaling ignores `rope_original_seq_length`. The other types scale relative to it, so a
+    # change to one of them needs the length of the context before scaling.
     if _scaling_of(base.model) in (None, "linear") and kind != "linear":
         unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
         inherited["rope_original_seq_length"] = round(unscaled_length)
@@ -211,9 +214,9 @@ def _scale_positions(inherited: dict, given: dict, factor: float | None, base: B
 
 
 def _check_determined(model: dict, position: dict) -> None:
-    """Raise ConfigError if a setting is given that `extension.context_factor` determines.
+    """Raise ConfigError if the run sets a value that `extension.context_factor` determines.
 
-    `model` and `position` are the given settings of `model` and of `model.position`.
+    `model` and `position` are the run's own settings of `model` and of `model.position`.
     """
     for section, settings, name in (
         ("model", model, "seq_length"),
@@ -230,7 +233,7 @@ def _check_determined(model: dict, position: dict) -> None:
 def _check_kept_scaling(position: dict, base: Base) -> None:
     """Raise ConfigError if `extension.context_factor` cannot multiply the scaling of `base`.
 
-    `position` are the given settings of `model.position`.
+    `position` are the run's own settings of `model.position`.
     """
     scaling = _scaling_of(base.model)
     kind = position.get("rope_scaling_type", scaling)
@@ -393,7 +396,7 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     _check_length(config, base)
     _check_scaling(config, base)
 
-    # New parameters are initialized, so they must be trained.
+    # Parameters of the encoding that the base model lacks are initialized, so they must be trained.
     new = _encoding_parameters(config.model) - _encoding_parameters(base.model)
     if new and not {"position", "all"} & set(config.extension.trains):
         raise ConfigError(
@@ -412,14 +415,15 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     """
     base_encoding = base.model.position_encoding
     new_encoding = model.position_encoding
-    # The encodings that the model may get instead of its own.
+    # The encodings that the model may get instead of its own, such as `tape` instead of `rope`.
     possible_encodings = [
         name
         for name, encoding in ENCODINGS.items()
         if name != base_encoding
         and (encoding.starts_as == base_encoding or base_encoding in encoding.replaces)
     ]
-    # The settings that every extension may change; `may_differ` adds those of this extension.
+    # `changeable` are the settings that the message lists. `may_differ` also contains those that
+    # differ only because this extension changes the encoding or imports the model.
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
@@ -429,7 +433,8 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
             "position_encoding",
             *(f"position.{key}" for key in _keys_of_position(new_encoding)),
         }
-    # Only some encodings have `increments`. Trained ones mean something else in another mode.
+    # Only some encodings have `increments`. Weights that were trained with learned increments would
+    # mean something else with signed or fixed ones.
     if getattr(base.model.position, "increments", "fixed") != "fixed":
         changeable.discard("position.increments")
         may_differ.discard("position.increments")
@@ -482,10 +487,10 @@ def _check_length(config: RunConfig, base: Base) -> None:
 def _check_scaling(config: RunConfig, base: Base) -> None:
     """Raise ConfigError if a run's RoPE scaling does not fit that of its base model.
 
-    The scaling may be replaced only with `extension.allow_other_scaling`. A larger factor, or a
-    larger base of the frequencies, replaces nothing. `rope_original_seq_length` must not exceed the
-    base model's context. It may be smaller, because some models state a longer context than they
-    were trained on. Warns if positions leave the trained range.
+    The scaling may be replaced only with `extension.allow_other_scaling`. A larger
+    `rope_scaling_factor` or `rope_theta` does not count as replacing it. `rope_original_seq_length`
+    must not exceed the base model's context. It may be smaller, because some models state a longer
+    context than they were trained on. Warns if positions leave the trained range.
     """
     position = config.model.position
     if "rope_theta" not in _keys_of_position(config.model.position_encoding):
@@ -497,7 +502,8 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     factor = position.rope_scaling_factor
-    # A factor of 1 is no scaling. `linear` is the default, and the base model's type is inherited.
+    # With a factor of 1 there is no scaling, so a type that the run has chosen itself is a mistake.
+    # The run has not chosen `linear`, the default, or the base model's type, which it inherits.
     if factor == 1.0 and kind not in ("linear", base_position.rope_scaling_type):
         raise ConfigError(
             ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
@@ -505,7 +511,9 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
             "set it to the new context length divided by the old one",
         )
 
-    # Positions stay in the trained range if the factor grows at least as much as the context.
+    # Positions stay in the trained range if the factor grows at least as much as the context. The
+    # factors cannot be compared if the base model has another type of scaling. A larger
+    # `rope_theta` may replace a larger factor.
     needed_factor = (
         base_position.rope_scaling_factor * config.model.seq_length / base.model.seq_length
     )
@@ -520,7 +528,7 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
             f" set it to {needed_factor:g} unless this is intended"
         )
 
-    # These types scale relative to the context on which the model was trained without scaling.
+    # llama3 and yarn scale relative to the context on which the model was trained without scaling.
     if factor != 1.0 and kind != "linear":
         trained_length = base.model.seq_length
         if scaling in ("llama3", "yarn"):
@@ -551,7 +559,8 @@ def _check_not_replaced(position: Any, base: Base) -> None:
         replaced.append("rope_scaling_type")
     if scaling is not None and position.rope_scaling_factor < base_position.rope_scaling_factor:
         replaced.append("rope_scaling_factor")
-    # The settings of a scaling type have no meaning for another type.
+    # Compare the settings of a scaling type only if the type is the same: they have no meaning for
+    # another type.
     if position.rope_scaling_type == scaling:
         keys = _SCALING_KEYS[scaling]
         replaced += [key for key in keys if getattr(position, key) != getattr(base_position, key)]

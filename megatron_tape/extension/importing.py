@@ -46,7 +46,7 @@ def _import_if_needed(config: RunConfig, advance: Callable[[], None]) -> Path:
     `advance` is called before each tensor is read, so that the watchdog sees progress.
     """
     base = find_base(config.extension.from_)
-    if base.state is not None:
+    if base.state is not None:  # a checkpoint, which needs no import
         return base.path
     target = Path(config.logging.directory) / IMPORTED
     if target.exists():  # an earlier attempt has imported the model
@@ -76,7 +76,9 @@ def _import_if_needed(config: RunConfig, advance: Callable[[], None]) -> Path:
 
 
 def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
-    """Raise CheckpointError if `target` is an import of other files, or has another vocabulary."""
+    """Raise CheckpointError if `target` was imported from other files than `base` has now, or with
+    another vocabulary size than the run's.
+    """
     fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
@@ -102,6 +104,7 @@ def import_on_rank_0(
     mistake a long import for a hang. All errors become CheckpointError. All ranks call this
     together.
     """
+    # How many tensors `work` has read, and its result or error once it has ended.
     status: dict = {"tensors": 0, "path": None, "error": None}
 
     def advance() -> None:
@@ -121,12 +124,13 @@ def import_on_rank_0(
     thread = threading.Thread(target=run_work, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
-    reported_tensors = -1
+    reported_tensors = -1  # below 0, so that the first round reports progress
     while True:
         if layout.rank == 0:
             thread.join(POLL_SECONDS)
 
-        # The other ranks wait here for rank 0. Its thread may change `status` meanwhile.
+        # The other ranks wait here for rank 0. It sends a copy of `status`, which its thread may
+        # change at the same time.
         shared = [dict(status)]
         dist.broadcast_object_list(shared, src=0)
         current = shared[0]
@@ -134,8 +138,8 @@ def import_on_rank_0(
             raise current["error"]
         if current["path"] is not None:
             return current["path"]
-        # If no tensor has been read since the last report, there is no progress to report to the
-        # watchdog, which may then end the process.
+        # Report to the watchdog only if a tensor has been read since the last report. If none is
+        # read, the watchdog may end the process.
         if current["tensors"] > reported_tensors:
             reported_tensors = current["tensors"]
             watch.progress("importing the model to extend")
