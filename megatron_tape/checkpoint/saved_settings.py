@@ -292,7 +292,7 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     heads = model.get("num_attention_heads")
     hidden = model.get("hidden_size")
     position = model.get("position")
-    # The settings of a checkpoint of another version may have any values.
+    # A checkpoint of another version may have any values here, such as strings.
     are_ints = type(heads) is int and type(hidden) is int
     if not are_ints or heads <= 0 or not isinstance(position, Mapping):
         return dict(model)

@@ -90,7 +90,7 @@ class Base:
         if self.state is None:
             return self.path
         path = self.path / TOKENIZER
-        if not self.path.is_dir():  # a run that has not started
+        if not self.path.is_dir():  # a run that has not started, from `made_by`
             named = self.state["config"]["data"]["tokenizer"]
             if named is None:
                 return None
@@ -138,6 +138,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if not isinstance(position, dict):
         return values  # building the sections later raises the error
 
+    # A complete section `model` does not need the settings of the model to extend.
     is_complete = model.keys() >= _REQUIRED_MODEL_KEYS
     factor = section.context_factor
     if source is None:
@@ -354,7 +355,8 @@ def _from_checkpoint(path: Path) -> Base:
 def _inherited(base: ModelConfig, encoding: str) -> dict:
     """Return the settings of `model` that a run inherits from its base model.
 
-    `encoding` is the run's positional encoding. Settings that it does not have are omitted.
+    `encoding` is the run's positional encoding. Settings of `position` that this encoding does not
+    have are omitted.
     """
     inherited = as_dict(base)
     # The backend depends on the machine, so the run chooses its own.
@@ -596,7 +598,7 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     tokenizer = None
     if base.state is not None and base.path.is_dir():
         tokenizer = load_saved_tokenizer(base.path)
-    else:
+    else:  # a Hugging Face model, or a run that has not started
         with suppress(ValueError, OSError):
             tokenizer = load_tokenizer(directory)
     if tokenizer is not None:

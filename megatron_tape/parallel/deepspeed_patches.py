@@ -207,12 +207,16 @@ def _wait(
     handle.complete = True
 
 
+# Read before `vectorize_zero3_collectives` replaces the method.
 _UNPATCHED_WAIT = partition_parameters.AllGatherHandle.wait
 
 
 def _wait_for_one(
     handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Waiting
 ) -> None:
-    """Wait for the all-gather of a single parameter, within the context of `waiting`."""
+    """Wait for the all-gather of a single parameter, within the context of `waiting`.
+
+    Replaces the method `wait` of the handle, and calls it.
+    """
     with waiting():
         _UNPATCHED_WAIT(handle, handle_dependency)

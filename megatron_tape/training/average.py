@@ -63,7 +63,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Swap the weights and their average in the optimizer, and copy the result to the model."""
-        # ZeRO refers to these tensor objects, so they exchange their storage.
+        # ZeRO refers to these tensor objects. So keep the objects, and exchange their storage.
         for tensor in self._weights:
             average = self._state[tensor][AVERAGE]
             tensor.data, average.data = average.data, tensor.data

@@ -151,6 +151,7 @@ class Engine:
         self.layout = layout
         self.zero_stage = config.deepspeed.zero_stage
         self.clock = StepClock(layout.device)
+        """Measures the phases of each step, for the hook `StepTimes`."""
         self._seed = config.train.seed
         self._has_z_loss = config.optimizer.z_loss > 0
         self._uses_muon = config.optimizer.kind == "muon"
@@ -198,6 +199,7 @@ class Engine:
         if layout.pipeline_size > 1 and model.tied is not None:
             self._tied = model.tied
             self._tied.start(layout.device)
+            # Only the first stage has the parameter. This is None in the others, and if it is frozen.
             tied_weight = self.trained.get(EMBEDDING)
 
         self._replicated = replicated_parameters(model)
@@ -271,6 +273,7 @@ class Engine:
         self.deepspeed_engine.train()
         self._loss_sum = torch.zeros((), device=self.layout.device)
         self._skipped_norm = None
+        # Both functions run the step's forward and backward passes, and update the weights.
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         run(itertools.islice(batches, self.micro_batches), step)
 

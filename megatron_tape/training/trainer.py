@@ -276,6 +276,7 @@ class Trainer:
 
     def logs(self, step: int) -> bool:
         """Return whether the metrics of `step` are logged."""
+        # Evaluations log their results together with the step's metrics.
         first_or_last = step in (1, self.config.train.steps)
         return step % self.config.logging.interval == 0 or first_or_last or self.evaluates(step)
 
@@ -346,6 +347,7 @@ class Trainer:
                 self.step + 1,
                 self.config.train.steps,
             )
+        # Exports of this run copy entries from the model card of the imported model.
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
 
@@ -355,6 +357,7 @@ class Trainer:
             self.progress[SPIKE_COUNT] = self.spikes
         if self.layout.rank == 0:  # only this rank writes `progress`
             self.progress["data"] = data_fingerprints
+            # Without a tokenizer, take the record of the indexed datasets, if any.
             if self.tokenizer is None:
                 record = recorded_tokenizer(self.config)
             else:
