@@ -199,7 +199,7 @@ class Engine:
         if layout.pipeline_size > 1 and model.tied is not None:
             self._tied = model.tied
             self._tied.start(layout.device)
-            # Only the first stage has the parameter. This is None in the others, and if it is frozen.
+            # None if the weight is frozen, and in other stages than the first, which has it.
             tied_weight = self.trained.get(EMBEDDING)
 
         self._replicated = replicated_parameters(model)
