@@ -77,12 +77,12 @@ class Batches:
 
         They are the same at every evaluation.
         """
-        # 0 workers: the training process loads the same few sequences every time, which remain in
-        # the page cache. Workers would either be forked while NCCL threads are running, or be idle
-        # between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
         # The loss is averaged over all samples, as if they were one global batch.
         batch_sizes = iter([len(samples)])
+        # No workers (0): the training process loads the same few sequences every time, which remain
+        # in the page cache. Workers would either be forked while NCCL threads are running, or be
+        # idle between evaluations.
         batches = self._load(self.validation, samples, 0, batch_sizes)
         return map(model_inputs, batches)
 
@@ -98,7 +98,7 @@ class Batches:
         eod = None
         if isinstance(dataset, SampleSource):
             keys.append("loss_mask")
-        # A sample of a `SampleSource` is one document.
+        # Not for a `SampleSource`: each of its samples is a single document.
         elif self.config.data.reset_attention_mask:
             eod = self.eod
         size = self.config.train.micro_batch_size
@@ -109,7 +109,8 @@ class Batches:
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=functools.partial(_obey_only_the_parent, os.getpid()),
-            # By default, each loader would draw a number from the generator that the run uses.
+            # Without this, the loader would draw its seed from torch's global generator, and
+            # thereby change the random numbers of the run.
             generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
@@ -132,8 +133,9 @@ class Batches:
             count = batch_size // (self.config.train.micro_batch_size * shards)
             group = list(itertools.islice(batches, count))
             in_loss = torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
-            # There are `count * shards` micro-batches on all ranks; their average divides by that.
-            # Without any token in the loss, dividing by 0 would make the weights NaN.
+            # The loss is averaged over the `count * shards` micro-batches of all ranks. The factor
+            # undoes the division by their number. Without any token in the loss, a division by 0
+            # would make the weights NaN.
             weight = count * shards / self.layout.token_layout.total(in_loss).clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
@@ -155,7 +157,8 @@ class Batches:
                     key: value.to(device, non_blocking=True) for key, value in inputs.items()
                 }
         finally:
-            # Stops the loader processes at once, even if this frame is still referenced.
+            # Dropping the loader's iterator stops its processes at once, even if something, such as
+            # a traceback, still refers to this frame.
             del batches
 
 
@@ -236,7 +239,8 @@ def _obey_only_the_parent(parent: int, worker: int) -> None:
     sends SIGTERM to its workers when Python exits. If the parent is killed, torch's worker loop
     notices this and exits.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # not inherited from a fork server
+    # A worker of a fork server has not inherited the mask that `_start_workers` sets.
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
 
     def exit_with_parent() -> None:
         while signal.sigwaitinfo(NOT_FOR_WORKERS).si_pid != parent:
@@ -297,7 +301,7 @@ def build_batches(
         if layout.rank == 0:
             # The first stage needs no message unless the run continues in a later one.
             for stage in stages[max(1, stage_at(stages, consumed)) :]:
-                # The first number of further steps after which the stage has begun.
+                # The number of steps from now on until the stage begins.
                 steps_before = bisect.bisect_left(
                     range(steps), stage.start, key=lambda n: config.train.samples_after(n, consumed)
                 )
@@ -332,7 +336,7 @@ def _open_indexed(
     # `plan_for_all` leaves the validation split out if its data is not enough.
     evaluates = len(plans[0].splits) > 1
 
-    # Everything that the index depends on.
+    # The index is in a directory named by a digest of everything that the index depends on.
     sizes = stage_sizes(stages, end)
     validation_size = 0
     if evaluates:
@@ -376,7 +380,8 @@ def _log_epochs(blends: list[DatasetBlend | None], sizes: list[int], seq_length:
     """
     epochs: Counter = Counter()
     for datasets, size in zip(blends, sizes):
-        if datasets is not None:  # those with long documents are logged when they are opened
+        # None with `data.long_documents`: `mix_with_long_documents` has logged the epochs then.
+        if datasets is not None:
             epochs.update(epochs_by_dataset(datasets, size * seq_length))
     for prefix, most_epochs in epochs.most_common(1):
         name = prefix

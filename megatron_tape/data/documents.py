@@ -114,7 +114,7 @@ def _matching_files(pattern: str) -> list[str]:
     Raises FileError if there are none.
     """
     matches = [pattern]
-    # The name of an existing file may contain wildcards.
+    # An existing file is taken as it is, even if its name contains wildcards.
     if not os.path.exists(pattern):
         matches = sorted(glob.glob(pattern, recursive=True))
     matches = [match for match in matches if not os.path.isdir(match)]
@@ -219,6 +219,7 @@ def _check_text_key(path: str, text_key: str, option: str) -> None:
     # Plain text has no keys.
     if not isinstance(chunk, Chunk) or chunk.unit != "line":
         return
+    # If all lines are blank, b"" takes the place of the first one. It is no JSON object.
     number, line = next(_documents(chunk), (0, b""))
     record = None
     with contextlib.suppress(ValueError):
@@ -256,7 +257,8 @@ def read_texts(
     """Yield the text of each document and the number of input bytes read so far.
 
     Raises FileError at the first bad document; the message names `option`, which sets `text_key`.
-    A document of more than `document_bytes` is bad and, unless `keep_empty` is true, an empty text.
+    A document of more than `document_bytes` is bad. So is an empty text, unless `keep_empty` is
+    true.
     """
     check_text_keys(paths, text_key, option)
     for chunk in read_chunks(paths, text_key, chunk_bytes=1 << 18, document_bytes=document_bytes):

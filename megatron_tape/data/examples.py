@@ -75,7 +75,7 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
             "has an unknown format",
             "choose a .jsonl or .json file, which may be compressed, or a zip of SCROLLS",
         )
-    # The key is only for parquet files.
+    # `read_chunks` uses `text_key` only for parquet files.
     for chunk in read_chunks([path], text_key="", chunk_bytes=_CHUNK):
         if isinstance(chunk, UnreadableFile):
             raise chunk
@@ -174,6 +174,7 @@ class ExampleEncoder:
         before, _, self._after_text = template.partition(INPUT)
         self._encode = encode
         self._target_tokens = target_tokens
+        # The ids of the template before and after the input.
         self._before = [*bos, *encode(before)]
         self._after = list(encode(self._after_text))
         template_tokens = len(self._before) + len(self._after)
@@ -190,7 +191,7 @@ class ExampleEncoder:
         """Return the token ids of an example's prompt and target."""
         input_ids, input_truncated = first_tokens(self._encode, input, self._max_input_tokens)
         # Encode the target together with the template's end, because tokens depend on the text
-        # before them.
+        # before them. Then drop as many ids as the end alone has.
         separator = " " if self._after_text else ""
         end_with_target = self._encode(f"{self._after_text}{separator}{target.strip()}")
         target_ids = list(end_with_target[len(self._after) :])
@@ -203,8 +204,8 @@ class ExampleEncoder:
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
     """Return the encoder for `data.examples`.
 
-    The caller must append the end-of-document token to whole targets. Raises ConfigError if the
-    tokenizer lacks a required token, or the context has no room for an input.
+    The caller must append the end-of-document token to targets that are not truncated. Raises
+    ConfigError if the tokenizer lacks a required token, or the context has no room for an input.
     """
     settings = config.data.examples
     path = config.data.tokenizer
@@ -238,7 +239,7 @@ def first_tokens(
     while True:
         ids = encode(text[:characters])
         # The last tokens before the cut may differ from those of the whole text, so there must be a
-        # few more than are returned.
+        # few more than are returned. The constant also serves as this number.
         is_whole = characters >= len(text)
         if len(ids) > count + _CHARACTERS_PER_TOKEN or is_whole:
             return list(ids[:count]), len(ids) > count or not is_whole

@@ -126,8 +126,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
         )
     for file in splits[split]:
         extension = text_format(file)
-        # The library would read one document per line of a text file. Here, the whole file is one,
-        # which the user knows only of the files that --data-files names.
+        # The library reads each line of a text file as a document, but here the whole file is one.
+        # So text files are accepted only if the user has asked for files with --data-files.
         if extension not in _FORMATS and (extension != ".txt" or not arguments.data_files):
             raise FileError(
                 file,
@@ -143,7 +143,7 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
     import datasets
     import tqdm
 
-    # The monitor is a thread, and the processes that tokenize are forked later.
+    # Do not start tqdm's monitor. It is a thread, and the processes that tokenize are forked later.
     tqdm.tqdm.monitor_interval = 0
     try:
         return datasets.load_dataset_builder(

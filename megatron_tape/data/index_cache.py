@@ -113,12 +113,16 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
 
 class _BuildState(NamedTuple):
     """What rank 0 tells all ranks about the build. The default is the state before the first
-    message, from which no message is a step forward by its CPU time.
+    message.
     """
 
     finished: bool = False
     bytes_written: int = 0
+    """Size of the index files so far."""
     cpu_seconds: float = math.inf
+    """CPU time of rank 0's process. Infinite at first, so that the CPU time in the first message
+    does not count as progress.
+    """
     error: Exception | None = None
     """The error to raise on all ranks."""
 
@@ -206,7 +210,8 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
     temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
     staging.append(temporary)
     try:
-        # Only its owner can read the directory that `mkdtemp` creates; others may share the cache.
+        # Only its owner can read a directory that `mkdtemp` creates, but others may share the
+        # cache. So build in a directory with the usual permissions.
         new = temporary / "new"
         new.mkdir()
         build(str(new))

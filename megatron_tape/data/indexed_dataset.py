@@ -63,6 +63,7 @@ class Progress(TypedDict):
     """The contents of P.progress: what the documents in the unfinished files are made from."""
 
     source: dict[str, Any] | None
+    """The tokenizer and the options, as given to IndexedDatasetWriter."""
     inputs: list[Any]
     """The versions of the complete input files, such as size and time."""
     documents: NonNegativeInt
@@ -214,7 +215,9 @@ class IndexedDatasetWriter:
         self._source = source
         self._inputs = list(inputs)
         self._progress_path = Path(f"{prefix}.progress")
+        # When P.progress was last written or, before that, when the writer was created.
         self._saved_at = time.monotonic()
+        # The datasets that `add_dataset` has appended.
         self._datasets: list[IndexedDatasetReader] = []
         self._origin_path = origin_path(prefix)
 
@@ -238,6 +241,7 @@ class IndexedDatasetWriter:
             self.tokens = progress["tokens"]
         else:
             self._progress_path.unlink(missing_ok=True)
+        # The state at the last `mark_completed`, of this writer or of the one that it continues.
         self._progress = progress
         self._sequences = self.documents
         # Drop what was written after the last save.
@@ -255,8 +259,9 @@ class IndexedDatasetWriter:
 
         After `finish`, there are none.
         """
+        # `finish` closes the file.
         if self._progress is not None and not self._bin.file.closed:
-            # If the disk is full, the documents up to the last save are kept.
+            # If the disk is full, only the documents up to the previous save are kept.
             with contextlib.suppress(OSError):
                 self._save()
         if self._progress_path.exists():

@@ -53,9 +53,11 @@ def check_data_files(config: RunConfig) -> None:
     Raises OSError if the file system fails.
     """
     for stage in stages_of(config):
+        # The datasets of a later stage are in `data.prefix` of its config, but the user has given
+        # them in `data.stages`, so errors must name that setting.
         with stage.rename_error_subjects():
             _check_prefixes(stage.config)
-    # An existing cache may be complete, and need not be writable.
+    # An existing cache may already contain the index. Then the run writes nothing to it.
     cache = config.data.resolved_cache_directory
     check_writable("data.cache_directory", cache, existing_is_enough=True)
 
@@ -74,7 +76,7 @@ def check_data_files(config: RunConfig) -> None:
 
 
 def _example_files(config: RunConfig) -> dict[str, str]:
-    """Return the files of `data.examples` by key."""
+    """Return the paths of the files in `data.examples`, by the key of their setting."""
     examples = config.data.examples
     if examples is None:
         return {}
@@ -92,7 +94,8 @@ def _check_prefixes(config: RunConfig) -> None:
                 check_files_exist(prefix, config.data.tokenizer or "TOKENIZER")
         except FileError as error:
             problem = f"{error.subject} {error.problem}"
-            # A pattern that matches datasets has been replaced by their prefixes.
+            # Patterns have been replaced by the prefixes of the datasets that they match. One that
+            # is still here matches none.
             if is_pattern(prefix):
                 problem = "no dataset matches it"
             raise ConfigError(
@@ -147,13 +150,15 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
     raise_file_limit()
     tokenizer = load_run_tokenizer(config)
     for stage in stages_of(config):
+        # Errors about the datasets of a later stage name `data.stages` instead of `data.prefix`.
         with stage.rename_error_subjects():
             for prefix in stage.config.data.prefixes:
                 _check_dataset(prefix, stage.config, tokenizer)
+            # Both functions are called only for their errors, if there is too little data.
             if config.data.long_documents is not None:
                 find_pools(stage.config)
             elif config.data.source == "prefix":
-                find_large_enough(stage.config, "training")  # raises if there is none
+                find_large_enough(stage.config, "training")
     # All stages share the validation data of the first one.
     if config.data.source == "prefix" and config.train.validates and config.train.eval_interval:
         find_large_enough(config, "validation")
@@ -197,7 +202,8 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
             "choose another tokenizer, or set data.reset_attention_mask to false",
         )
 
-    # A fixed seed, so that every start checks the same documents.
+    # The first and the last document, and others at random. The seed is fixed, so that every start
+    # of the run checks the same documents.
     random = np.random.default_rng(0)
     sampled = random.integers(0, len(dataset), _SAMPLED).tolist()
     for number in sorted({0, len(dataset) - 1, *sampled}):
@@ -217,11 +223,11 @@ def _check_tokenizers(
 ) -> None:
     """Raise ConfigError if a dataset was made with a tokenizer other than the run's.
 
-    That is `data.tokenizer`, or without it that of the checkpoint (`saved`). The two must not
-    differ. Without both, the datasets must have the same tokenizer.
+    The run's tokenizer is `data.tokenizer` or, without it, that of the checkpoint (`saved`). The
+    two must not differ. Without both, all datasets must have the same tokenizer.
     """
     expected = saved
-    name = "the model's"
+    name = "the model's"  # describes `expected` in messages
     if tokenizer is not None:
         expected = tokenizer_record(tokenizer)
         name = f"data.tokenizer {config.data.tokenizer}"
@@ -235,9 +241,11 @@ def _check_tokenizers(
                 "set it to the tokenizer of the training data, or remove it",
             )
 
+    # The origin of each dataset of the stages so far, by prefix; None if the dataset records none.
     origins = {}
     for stage in stages_of(config):
-        # If the run's tokenizer is unknown, compare the datasets with those of previous stages.
+        # Without an expected tokenizer, `checked_origins` only compares the given datasets with
+        # each other. So give it those of the earlier stages again, to compare the stages, too.
         prefixes = [*origins, *stage.config.data.prefixes]
         with stage.rename_error_subjects():
             try:
@@ -250,8 +258,8 @@ def _check_tokenizers(
                 ) from None
 
     if expected is None:
-        name = "the same as for the others"
-    # If nothing is known about any tokenizer, there is nothing to compare.
+        name = "the same as for the others"  # ends the warning "make sure that it was ..."
+    # No warning if neither the run's tokenizer nor that of any dataset is known.
     warning = unknown_tokenizers(origins, name)
     if warning is not None and (expected is not None or any(origins.values())):
         command_line.log(warning)
@@ -311,7 +319,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
         return
 
     key = f"data.{config.data.source}"
-    # The changed datasets are only in later stages.
+    # None of the changed datasets is in `data.prefix`, so they belong to later stages.
     if key == "data.prefix" and not set(changed) & set(config.data.prefixes):
         key = "data.stages"
     raise ConfigError(
@@ -397,7 +405,7 @@ def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     example_encoder(config, tokenizer)  # raises if the context is too short
     for key, path in _example_files(config).items():
         try:
-            # These files are not zips, which have splits.
+            # `split` chooses a file in a zip, and these files are not zips.
             count = sum(1 for _ in read_examples(path, split=""))
         except FileError as error:
             raise ConfigError(key, f"is {path}, which cannot be used: {error}") from None

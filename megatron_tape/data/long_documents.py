@@ -91,7 +91,7 @@ def epochs_by_dataset(datasets: DatasetBlend, tokens: int) -> dict[str, float]:
     weights = datasets.weights or datasets.tokens
     epochs = dict.fromkeys(datasets.prefixes, 0.0)
     for prefix, weight, size in zip(datasets.prefixes, weights, datasets.tokens):
-        # Added up, because a blend may repeat a prefix.
+        # Added, not set, because a blend may name the same prefix several times.
         epochs[prefix] += tokens * weight / sum(weights) / size
     return epochs
 
@@ -114,5 +114,5 @@ def split_lengths(prefix: str, split: str, name: str) -> np.ndarray:
     train, validation, _ = split_shares(split)
     start, end = {"training": (0.0, train), "validation": (train, train + validation)}[name]
     lengths = IndexedDatasetReader(prefix).lengths
-    # Rounded like the splits of Megatron's datasets.
+    # Rounded in the same way as Megatron's datasets round the bounds of their splits.
     return lengths[round(start * len(lengths)) : round(end * len(lengths))]

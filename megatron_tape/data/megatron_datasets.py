@@ -50,6 +50,7 @@ _THREADS = 8
 """Maximum number of datasets of a blend that are opened at the same time."""
 
 
+# Megatron then reads the arrays of cached indices with `load_array`, which checks them.
 megatron_patches.load_cached_indices_with(load_array)
 
 
@@ -115,6 +116,8 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
         pools = find_pools(config)
         splits.append(None)
         names = []
+    # With `train.eval_interval`, validation data is required, and `find_large_enough` raises below
+    # if there is too little.
     if evaluates and (config.train.eval_interval or missing_validation(config) is None):
         names.append("validation")
     for name in names:
@@ -162,8 +165,8 @@ class CheckedDataset(IndexedDataset):
     def __init__(self, prefix: str, vocab_size: int):
         super().__init__(prefix)
         self._vocab_size = vocab_size
-        # Tokens are read from a memory map. Another open descriptor is too much for a blend of
-        # hundreds.
+        # Tokens are read from a memory map, so this open file is not needed. One more descriptor
+        # for each dataset is too much for a blend of hundreds.
         self.bin_reader._bin_file_reader.close()
 
     def __reduce__(self) -> tuple:
@@ -188,7 +191,7 @@ class DatasetSettings(GPTDatasetConfig):
     """Settings of Megatron's datasets."""
 
     documents_below: int | None = None
-    """The length limit of `ShorterDocuments` in tokens."""
+    """The length limit of `ShorterDocuments` in tokens; None for other datasets."""
     model_vocab_size: int = 0
     opened: dict[str, CheckedDataset] = field(default_factory=dict)
     """The opened indexed datasets by prefix, shared by all splits and stages of a run."""
@@ -228,7 +231,8 @@ class ShorterDocuments(AllDocuments):
     def __init__(
         self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
     ):
-        # Megatron passes None if the index is cached: it then contains only these documents.
+        # `indexed_indices` are the indices of the split's documents. Megatron passes None if the
+        # index is cached, which then contains only the shorter documents.
         if indexed_indices is not None:
             lengths = indexed_dataset.sequence_lengths[indexed_indices]
             indexed_indices = indexed_indices[lengths < config.documents_below]
@@ -308,7 +312,7 @@ def open_split(
     one_split.split_matrix = [None] * count
     one_split.split_matrix[split] = settings.split_matrix[split]
     # Set after construction: Megatron's constructor rejects these options together with `split`,
-    # even though the cached indices follow it.
+    # even though the cached indices already take the split into account.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not settings.build
     # Megatron asks the lambda whether this rank opens datasets: every rank that is here does.
     builder = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: True, one_split)
@@ -329,6 +333,7 @@ def mix_with_long_documents(
     """
     long_documents = config.data.long_documents
     has_others = bool(pools.others.prefixes)
+    # There are no other documents if the share of the long ones is 1.
     shares = [1.0]
     if has_others:
         shares = [long_documents.share, 1 - long_documents.share]
@@ -542,6 +547,7 @@ class DocumentWindows(Dataset):
         # The last token of all remainders is only a label.
         remainder_windows = max(0, int(self._left.sum()) - 1) // seq_length
         self.samples_per_epoch = self._whole_windows + remainder_windows
+        # The epoch for which `_shuffle` was last called; None before the first sample.
         self._epoch: int | None = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

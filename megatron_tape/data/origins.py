@@ -118,7 +118,8 @@ def common_origin(origins: Iterable[Origin | None]) -> dict | None:
     origins = list(origins)
     if not origins or None in origins:
         return None
-    # Tokenizers of datasets without ends of documents may have another end-of-document token.
+    # If possible, the tokenizer of a dataset whose documents end in its end-of-document token. That
+    # token was not compared for the other datasets, so it may differ.
     chosen = next((origin for origin in origins if origin["append_eod"]), origins[0])
     append_eod = all(origin["append_eod"] for origin in origins)
     return {"tokenizer": chosen["tokenizer"], "append_eod": append_eod}

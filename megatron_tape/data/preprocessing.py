@@ -108,10 +108,11 @@ def encode_files(
         initargs=(encoding,),
     )
     try:
-        # Fork the workers before this process starts any thread.
+        # The first task makes the executor fork all workers, before this process starts a thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
+            # One less than the maximum, since the next chunk is added before the oldest is awaited.
             max_pending = CHUNKS_IN_FLIGHT * workers - 1
             if isinstance(chunk, UnreadableFile):
                 pending.append(chunk)

@@ -34,10 +34,10 @@ class Chunk:
     """Consecutive unparsed documents of a file.
 
     `documents` are JSON lines, or UTF-8 texts, in which None is a null. Of a document that is too
-    large, they contain only the first `document_bytes` + 1 bytes. `first_number` is the number,
-    from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
-    document. `bytes_read` is the number of input bytes read so far, of all files and before
-    decompression.
+    large, they contain only the first `document_bytes` + 1 bytes: the length of these shows that
+    the document is too large. `first_number` is the number, from 1, of the first line or row.
+    `unit` is "line", "row", or "" for a file that is a single document. `bytes_read` is the number
+    of input bytes read so far, of all files and before decompression.
     """
 
     path: str
@@ -78,11 +78,11 @@ def read_chunks(
     Raises hub.NetworkError if a file of the Hub is streamed and the network fails: the file itself
     may be good.
     """
-    previous_bytes = 0  # of the files before this one
+    previous_bytes = 0  # total size of the files before this one
     for path in paths:
         unit = {".parquet": "row", ".txt": ""}.get(text_format(path), "line")
         failure = None
-        number = 1  # that of the chunk's first document
+        number = 1  # number of the chunk's first document in the file
         documents = []
         size = 0
         try:
@@ -90,7 +90,7 @@ def read_chunks(
                 bytes_read = previous_bytes + bytes_of_file
                 documents.append(document)
                 length = len(document or b"")
-                # At least 1, so that a chunk of empty documents ends, too.
+                # Every document adds at least 1, so that a chunk of empty documents ends, too.
                 size += length + 1
                 if size >= chunk_bytes or length > document_bytes:
                     yield Chunk(path, unit, number, documents, document_bytes, bytes_read)
@@ -146,7 +146,8 @@ def _read_file(
                 yield line, file.count
             return
 
-        # The whole file is one document. Its first bytes show that it is too large.
+        # The whole file is one document. One byte more than the maximum shows that it is too large,
+        # so the rest of a larger file is not read.
         text = b""
         for block in _without_mark(blocks):
             text += block
@@ -189,14 +190,17 @@ def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a byte stream, at most `document_bytes` + 1 bytes of each.
 
-    If reading a block fails, the unfinished line before it is dropped.
+    That is one byte more than a good line may have, which shows the caller that a line is too
+    large. If reading a block fails, the unfinished line before it is dropped.
     """
-    unfinished = bytearray()
-    is_skipped = False  # whether the unfinished line is too large, and its beginning was yielded
+    unfinished = bytearray()  # the beginning, in earlier blocks, of the line that has not ended yet
+    is_skipped = False  # whether that line is too large, so that its beginning was yielded already
     for block in blocks:
-        # Split only the block: a long line would be searched again with each of its blocks.
+        # Split the block alone, not `unfinished` and the block: this would search the bytes of a
+        # long line again for each of its blocks.
         *lines, rest = block.split(b"\n")
-        # The first line break in the block ends the unfinished line.
+        # `lines` are the lines that end in this block. The first of them began in an earlier block
+        # if there is an unfinished line.
         if is_skipped and lines:
             del lines[0]
             is_skipped = False
@@ -206,9 +210,10 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
         for line in lines:
             yield line[: document_bytes + 1]
 
+        # `rest` is the beginning of the next line or, without a line break in the block, a further
+        # part of the same one. The parts of a line that is known to be too large are not collected.
         if not is_skipped:
             unfinished += rest
-        # Do not collect the rest of a line that is known to be too large.
         if len(unfinished) > document_bytes:
             yield bytes(unfinished[: document_bytes + 1])
             is_skipped = True

@@ -98,7 +98,7 @@ class ExampleSamples(SampleSource):
             )
         self.lines = np.array(lines)
         """The number, offset and length of each line that is not blank."""
-        # The epoch of the last sample, and its order of the lines.
+        # The epoch of the last sample, or -1 before the first one, and its order of the lines.
         self._epoch = -1
         self._order = np.empty(0, int)
 

@@ -67,11 +67,13 @@ class SpecialTokens:
         self.config: dict[str, Any] = settings[CONFIG]
         """The content of `tokenizer_config.json`."""
         # Added tokens are in `tokenizer_config.json`, in `added_tokens.json`, or in both.
+        # `_decoder` has the tokens of the first file by id, and `_added` the ids of all by token.
         self._decoder = self.config.get("added_tokens_decoder", {})
         self._added = settings[ADDED]
         self._added |= {token["content"]: int(index) for index, token in self._decoder.items()}
         # As in transformers, `tokenizer_config.json` has priority.
         self._settings = settings[MAP] | self.config
+        # The settings that name special tokens, such as `eos_token`.
         self._named = {
             key: value for key, value in self._settings.items() if names_tokens(key, value)
         }

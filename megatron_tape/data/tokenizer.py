@@ -113,7 +113,8 @@ class Tokenizer:
         tokens = [self._token(index) or "" for index in range(self.vocab_size)]
         digest = hashlib.sha256(_dump(tokens))
 
-        # The tokens themselves are texts that depend on every merge and score.
+        # The tokens, with ordinary spaces, are texts, too: their ids depend on every merge and
+        # score.
         texts = [*FIXED_TEXTS, *(token.translate(_SPACES) for token in tokens)]
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             for ids in self.encode_batch(texts[start : start + _TEXTS_AT_ONCE]):
@@ -216,7 +217,7 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     key = "model.vocab_size"
     size = config.model.vocab_size
     fix = f"raise it to at least {tokenizer.vocab_size}"
-    # The embeddings above this size are padding.
+    # Embeddings beyond `unpadded_vocab_size` are padding, which no token of the model uses.
     if config.model.unpadded_vocab_size is not None:
         key = "model.unpadded_vocab_size"
         size = config.model.unpadded_vocab_size
@@ -260,7 +261,12 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
-    """Return the record that a checkpoint or a dataset stores, to compare tokenizers later."""
+    """Return the record that a checkpoint or a dataset stores, to compare tokenizers later.
+
+    `difference` compares two records.
+    """
+    # `digest` identifies the file, and changes if transformers writes the tokenizer in another
+    # form. `sample` is then still the same: it depends only on the vocabulary and the ids of texts.
     record: TokenizerRecord = {
         "digest": tokenizer.digest,
         "sample": tokenizer.sample_digest,
@@ -328,7 +334,7 @@ class _SentencePiece(Tokenizer):
 
         super().__init__(files, path)
         try:
-            # The library would accept an empty file.
+            # The library would accept an empty file. It refuses any invalid content, such as this.
             content = files[TOKENIZER_MODEL] or b"empty"
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:  # its message quotes the library's source code
@@ -336,11 +342,13 @@ class _SentencePiece(Tokenizer):
 
         self.vocab_size = self._model.vocab_size()
         self.special_tokens.check_added(self.token_to_id)
+        # Unless the settings files name others, `eod` and `bos` are the model's own pieces.
         eos_pieces = self._piece(self._model.eos_id())
         bos_pieces = self._piece(self._model.bos_id())
         self.eod = self.special_tokens.id_of("eos_token", self.token_to_id, eos_pieces)
         self.bos = self.special_tokens.id_of("bos_token", self.token_to_id, bos_pieces)
         config = self.special_tokens.config
+        # The default of `add_bos_token` in transformers.
         adds_bos = str(config.get("tokenizer_class")).startswith(_ADDS_BOS)
         self.prefix_ids = []
         if config.get("add_bos_token", adds_bos) and self.bos is not None:
@@ -352,7 +360,7 @@ class _SentencePiece(Tokenizer):
         if not any(score % 1 for score in self.scores):
             self.scores = None
 
-        # No text may encode to these; only the unknown token stands for text.
+        # No text may encode to a special token, except to the unknown token, which stands for text.
         ids = {self.token_to_id(token) for token in self.special_tokens.special()}
         ids.discard(self._model.unk_id())
         ids |= {index for index in pieces if self._model.is_control(index)}
@@ -368,7 +376,7 @@ class _SentencePiece(Tokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the model has no such piece."""
-        # The library returns the id of the unknown piece then.
+        # If there is no such piece, the library returns the id of the unknown piece.
         index = self._model.piece_to_id(token)
         if self._token(index) == token:
             return index
@@ -397,7 +405,7 @@ class _HuggingFace(Tokenizer):
         with library_errors(path, "is not a Hugging Face tokenizer.json"):
             settings = json.loads(files[TOKENIZER_JSON])
             self._load(files[TOKENIZER_JSON])
-            # Ids may have gaps, so their number may be less than the size.
+            # Not the number of ids, which is less than this if they have gaps.
             ids = self._model.get_vocab(with_added_tokens=True).values()
             self.vocab_size = max(ids, default=-1) + 1
         if settings["model"].get("dropout"):
@@ -438,7 +446,7 @@ class _HuggingFace(Tokenizer):
         begin_and_end = [i for i in (self.eod, self.bos) if i is not None]
         tokens = self.special_tokens.special() | {self._token(i) for i in begin_and_end}
         added = settings.get("added_tokens") or ()
-        # The library would find an added token in text unless it is marked as special.
+        # The library would find these added tokens in text, since they are not marked as special.
         ordinary = [t for t in added if t["content"] in tokens and not t.get("special")]
         for token in ordinary:
             token["special"] = True
