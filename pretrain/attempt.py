@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    # The type, since the parser's default is a path. `parse_run_config` parses these later.
+    # `parse_run_config` parses these arguments later. They are texts, but by default, this parser
+    # takes arguments as paths.
     recipe_arguments = {"nargs": "*", "type": str, "help": "after --: RECIPE --section.key ..."}
 
     check_parser = verbs.add_parser("check", help="validate settings before a job is submitted")
@@ -260,7 +261,8 @@ def _check_last_attempt(run: Path, earlier: list[AttemptRecord], step: int, job:
         raise ConfigError(
             "logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}"
         )
-    # The job was killed before it could judge its attempt, so its log lacks the reason.
+    # Without a verdict, the job was killed before it could judge this attempt, so its log lacks the
+    # reason.
     if last.verdict is None:
         command_line.log(f"attempt {last.number}: {last_error(last)}")
 
@@ -300,7 +302,7 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
     for attempt in read_attempts(run):
         if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
             log = attempt.facts.get("log") or "the output of the job"
-            # Recorded in place of rank 0, which did not start.
+            # The end is recorded as that of rank 0, since no rank started to record its own.
             Attempt.open(run, checkpoints, number).record_end(
                 0, UNREADY, f"the processes did not start on the nodes; see the errors in {log}"
             )
@@ -312,6 +314,7 @@ def _training_arguments(arguments: list[str], scratch: str) -> list[str]:
     If `scratch` is not empty, the default directory of the run is SCRATCH/runs/RECIPE.
     """
     arguments = with_config_option(arguments)
+    # Parsed only to find the name of the last recipe.
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
     options, _ = parser.parse_known_args(arguments)

@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     estimated = memory(plan)
     for name, value in (*_rows(plan, estimated), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
-    # A search ranks layouts by their step times, which are known only for bf16.
+    # A search ranks layouts by their step times, which are known only for bf16. So with another
+    # precision, the advice is to change it first.
     fix = (
         "train.precision bf16 takes less, and with it --processes N --search lists layouts that fit"
     )
@@ -179,7 +180,8 @@ def _rows(plan: Plan, estimated: Memory) -> Iterator[tuple[str, str]]:
     yield "memory per GPU", f"{byte_size(estimated.peak):>10}"
     for attribute, name in COMPONENTS.items():
         yield f"  {name}", f"{byte_size(getattr(estimated, attribute)):>10}"
-    # An asynchronous checkpoint is copied to the host before it is written.
+    # An asynchronous checkpoint is copied to the host before it is written. Each model-parallel
+    # rank has one shard of it, whose bytes are divided among its writers.
     if checkpoint.asynchronous:
         shard = checkpoint_bytes(plan) // shards
         writers = writer_count(shard, shards, checkpoint.writers)
@@ -272,7 +274,7 @@ def _settings(chosen: RunConfig) -> str:
     for name in CHOSEN:
         section, _, key = name.partition(".")
         value = getattr(getattr(chosen, section), key)
-        # As JSON without spaces, a value is one word of a shell.
+        # JSON without spaces is one word of a shell. A text needs no quotes.
         shown = json.dumps(value, separators=(",", ":")).strip('"')
         arguments.append(f"--{name} {shown}")
     return " ".join(arguments)

@@ -149,6 +149,7 @@ class Preflight:
         import torch
 
         store = self._connect()
+        # The attempt's directory in the checkpoint directory.
         staging = None if self.attempt is None else self.attempt.staging
         facts: dict[str, Any] = {
             "node": node_name(),
@@ -226,7 +227,7 @@ class Preflight:
 
         Raises RuntimeError if rank 0 does not report one.
         """
-        # Rank 0 itself waits for one timeout, in `_silent_ranks`.
+        # Rank 0 itself waits up to one timeout in `_silent_ranks`, before it writes the verdict.
         seconds = 2 * self.options.timeout
         try:
             store.wait(["verdict"], timedelta(seconds=seconds))
@@ -241,7 +242,7 @@ class Preflight:
     def _silent_ranks(self, store) -> list[nodes.Problem]:
         """Wait for the facts of all ranks, and return a problem if some do not answer."""
         keys = [f"facts/{rank}" for rank in range(self.size)]
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # raised after the timeout
             store.wait(keys, timedelta(seconds=self.options.timeout))
             return []
 
@@ -284,6 +285,7 @@ class Preflight:
         if on_cpu or not finds_gpus:
             problems += _unreachable(by_node)
 
+        # Nodes that report the version of a GPU driver have GPUs, even if no rank may use them.
         with_driver = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
         if with_driver and not (self.options.gpus or finds_gpus or on_cpu):
             sentence = (
@@ -295,6 +297,7 @@ class Preflight:
             if not any(facts["cuda"] for facts in facts_of_ranks):
                 sentence = f"torch is built without CUDA, but the job has GPUs; {cuda_build_fix()}"
                 problems.append(nodes.Problem(sentence, mistake=True))
+            # The GPUs of the ranks on each node.
             gpus: dict[str, list[dict]] = {node: [] for node in by_node}
             for facts in facts_of_ranks:
                 if facts["gpu"]:

@@ -152,7 +152,7 @@ def find_runs(path: Path) -> list[Path]:
     If it is a run itself, or contains none, return only `path`.
     """
     runs = []
-    with contextlib.suppress(OSError):  # `read_status` reports it
+    with contextlib.suppress(OSError):  # `read_status` raises the error again
         if not _is_run(path):
             runs = [run for run in sorted(path.iterdir()) if _is_run(run)]
     return runs or [path]
@@ -184,15 +184,16 @@ def read_status(run: Path) -> RunStatus:
     # An empty row stands for a run that has logged nothing yet.
     rows: list[Any] = [{}, *last_rows(run / METRICS, Row, TAIL_BYTES)]
     last_row = rows[-1]
+    # The last row with a validation loss.
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
 
     seconds_left = None
-    # Only a row after the step that the last attempt continued from is of this attempt.
+    # The last row is of the last attempt only if it is after the step that the attempt began with.
     first_step = last.heartbeat.get("from_step")
     if state.name == "running" and first_step is not None and last_row.get("step", 0) > first_step:
         seconds_left = last_row.get("seconds_left")
 
-    # None ends the shares of time with the last attempt.
+    # The shares of time are computed up to here; None stands for the end of the last attempt.
     until = None
     if state.name in ("waiting", "between attempts"):
         until = now  # the time since the last attempt counts, too
@@ -202,7 +203,8 @@ def read_status(run: Path) -> RunStatus:
     if crashes and last.outcome != FINISHED:
         crash = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
 
-    # The recorded path is wrong if the run's directory has been moved or copied.
+    # Prefer the run's own subdirectory: the recorded path is wrong if the run has been moved or
+    # copied.
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
         checkpoints = Path(last.facts.get("checkpoint_directory", checkpoints))

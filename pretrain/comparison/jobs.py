@@ -26,6 +26,7 @@ _PRINT_GPUS = (
     "import torch\n"
     "for index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))"
 )
+"""A program that prints the model name of each GPU."""
 
 
 def start_program(
@@ -84,6 +85,7 @@ class _Active:
     started: float
     """When the first phase started, as `time.monotonic()`."""
     terminated: bool = False
+    """Whether the process has been sent SIGTERM."""
 
     @property
     def phase_name(self) -> str:
@@ -115,10 +117,12 @@ class Jobs:
         self._start = start
         self._on_finished = on_finished
         self._pause = pause
+        # The runs in progress, by slot.
         self._active: dict[int, _Active] = {}
         self._total = finished_before + len(runs)
         self._finished = finished_before
         self._progress = command_line.Progress(self._total, start=finished_before)
+        # The signals that have arrived, in order.
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
 
@@ -133,7 +137,7 @@ class Jobs:
         """
         handlers = {}
         for number in SIGNALS:
-            # nohup ignores SIGHUP, which must stay ignored.
+            # A signal that is ignored, such as SIGHUP under nohup, must stay ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, lambda n, _: self._signals.append(n))
         try:

@@ -179,6 +179,7 @@ class ComparisonPlan:
             versions=versions_with_commit(),
             data={str(file): fingerprint(file) for file in files},
         )
+        # The file of a run is a comparison that contains only this run.
         comparison_file.write_comparison(run.result, replace(self.results, runs=[finished]))
         self.results.runs.append(finished)
 
@@ -212,7 +213,8 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     recipe = ["--config", options.recipe, *overrides]
-    # Variants change only the encoding, the seed and the directories of these settings.
+    # The settings that the runs have in common. Each run changes the settings of its variant, the
+    # seed and the directories.
     base = parse_run_config([*recipe, "--train.seed", "0", "--logging.directory", str(output)])
     if base.checkpoint.directory != base.default_checkpoint_directory:
         raise ConfigError(
@@ -224,6 +226,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     check(base, Level.START, processes=1, extends=False)
     tasks = []
     if evaluation is not None:
+        # The parser requires --model, but only the tasks are used here.
         _, tasks = evaluate.read_command([*evaluation, "--model", str(output)])
     elif reason := missing_validation(base):
         raise ConfigError(
@@ -243,7 +246,8 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     # All variants with the first seed come first, so that they can be compared early.
     runs.sort(key=lambda run: run.seed)
 
-    # First the file with all results: the directories of the runs may be on another machine.
+    # Results are read from the file with all of them first, and then from the directories of the
+    # runs, which may be missing: runs may have been executed on another machine.
     results = comparison_file.empty_comparison(base, tasks, variants[0].label)
     if (output / NAME).is_file():
         comparison_file.add_runs(results, output / NAME, base)
@@ -257,7 +261,8 @@ def parse_variants(text: str) -> list[Variant]:
 
     Raises ConfigError for an unknown encoding, a setting without a value and a repeated variant.
     """
-    # A comma is inside if a closing bracket follows without an opening one between them.
+    # A comma is inside brackets, as in tape+x=[1,2], if a closing bracket follows it without an
+    # opening one between them.
     variants = [_parse_variant(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
     for variant in variants:
         if variants.count(variant) > 1:
@@ -295,7 +300,7 @@ def parse_seeds(text: str) -> range:
     match = re.fullmatch("(?:([0-9]{1,9})-)?([0-9]{1,9})", text)
     if match:
         seeds = range(int(match[1] or 1), int(match[2]) + 1)
-        # More are a mistake, such as a seed instead of a number of seeds.
+        # More seeds are a mistake, such as giving a seed instead of the number of seeds.
         if seeds.start >= 1 and 1 <= len(seeds) <= MOST_SEEDS:
             return seeds
     raise ConfigError(
