@@ -99,6 +99,8 @@ def installed_commands() -> dict[str, str]:
 
     For example, tape-train by pretrain.train. They are read from the file without running it.
     """
+    # A line is, for example, `compare = _script("tape-compare", "pretrain.compare")`. Modules of
+    # tools/ are pretrain.tools.NAME in an installation, but tools.NAME in PROGRAMS.
     text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
     scripts = re.findall(r'_script\("([\w-]+)", "(?:pretrain\.(?=tools))?([\w.]+)"\)', text)
     return {module: command for command, module in scripts}
@@ -130,7 +132,7 @@ def _setting_row(setting: Setting) -> tuple[str, str]:
 
     section, _, name = setting.key.rpartition(".")
     meaning = setting.schema.get("description", "")
-    # This section has other settings for each encoding.
+    # Each encoding has its own settings in this section, so name the encodings that have this one.
     if section == "model.position":
         owners = [
             encoding
@@ -295,7 +297,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def without_backslash(row: re.Match) -> str:
         return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
-    # GitHub needs a backslash before a bar in a table's code; Python-Markdown would show the
-    # backslash.
+    # In a table's code, GitHub needs a backslash before a bar, but Python-Markdown would show it.
+    # The second pattern matches links to files, such as `[text](data.md#chats)`, but not URLs.
     markdown = re.sub(r"^\|.*$", without_backslash, markdown, flags=re.MULTILINE)
     return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", site_link, markdown)

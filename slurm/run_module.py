@@ -16,7 +16,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def main():
     """Run the module that the first argument names with the other arguments."""
-    # Python has put the directory of this file first, and modules are found from the root.
+    # The first entry is the directory of this file. Modules such as `pretrain.train` are found from
+    # the root instead.
     sys.path[0] = ROOT
     # The module then sees only its own arguments.
     module = sys.argv.pop(1)

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
     def add(name: str, convert: Callable, conversion: str, add_options: Callable) -> None:
+        """Add the subcommand `name`. `conversion` says what it converts to what."""
         direction = directions.add_parser(
             name, help=conversion, description=f"Convert {conversion}."
         )

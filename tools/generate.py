@@ -81,6 +81,7 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
                 f"cannot be read: {error}",
                 "give a text file in UTF-8 with one prompt per line",
             ) from None
+        # Not `splitlines`, which would also split at form feeds and separators of Unicode.
         prompts += content.replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not prompts:
         raise UserError("--prompt", "is missing", "give --prompt TEXT or --prompts-file FILE")
@@ -115,6 +116,7 @@ def continuations(
     import transformers
 
     def load_with(from_pretrained: Callable):
+        """Load the tokenizer or the model with a function of the signature of `from_pretrained`."""
         try:
             return from_pretrained(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines

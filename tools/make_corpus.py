@@ -47,8 +47,9 @@ def main() -> None:
         else:
             records = folders(arguments.directory, arguments.suffixes, seed)
 
+        # The number of documents is not known before the last one, so no percentage is shown.
         progress = command_line.Progress(total=None)
-        count = size = 0
+        count = size = 0  # documents and bytes written
         for record in records:
             try:
                 line = json.dumps(record, ensure_ascii=False).encode()
@@ -60,6 +61,7 @@ def main() -> None:
                 continue
             size += file.write(line + b"\n")
             count += 1
+            # The argument of the message, the seconds so far, is unused.
             progress.update(count, lambda _: f"{counted(count, 'document')}, {size / 1e6:,.1f} MB")  # noqa: B023
         progress.end()
         for sentence in problems.report():

@@ -7,16 +7,16 @@
         --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
 The result does not depend on --workers, and appears under its name only when it is complete. The
-same command continues an interrupted run after the last complete input file. Until then, the
-unfinished files are P.bin.partial, P.idx.partial and P.progress.
+same command continues an interrupted run after the last complete input file, from the unfinished
+files P.bin.partial, P.idx.partial and P.progress.
 
 Several machines can share the work: `--part I/N` reads every N-th file, starting with number I
 (from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm
 job array. Training reads all parts with `--data.prefix 'P-*'`; `tools/merge_datasets.py` merges
 them into one. A complete part is kept if it was made from the same files with the same options;
 otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer, which training
-and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
-contain the commit, so that no dataset mixes two revisions.
+and evaluation compare with the model's, and the names of the input files. The names of files of the
+Hub contain the commit, so that no dataset mixes two revisions.
 """
 
 import argparse
@@ -80,12 +80,12 @@ def main() -> None:
         if is_complete(prefix, origin):
             command_line.log(f"{prefix} is complete already; nothing to do")
             return
-        overwrite = True  # replaces the files of a killed process
+        overwrite = True  # a killed process may have left P.bin without its index
     if not overwrite:
-        refuse_existing(*dataset_paths(prefix))  # before the download
+        refuse_existing(*dataset_paths(prefix))  # here, before anything is downloaded
     if not arguments.streaming and not arguments.check:
         hub.download(paths)
-    # With --on-error skip, a file without the key is skipped like any bad document.
+    # Not with --on-error skip, which skips the documents without the key like other bad ones.
     if arguments.on_error == "stop":
         check_text_keys(paths, arguments.text_key)
     if arguments.check:
@@ -102,7 +102,8 @@ def main() -> None:
         summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
-        if not arguments.overwrite:  # parts that ran at the same time did not see each other
+        # Checked again: parts of another revision may have been written at the same time.
+        if not arguments.overwrite:
             check_revisions(arguments.output_prefix, paths)
         writer.finish(origin)
     command_line.log(f"{prefix}: {summary}")
@@ -229,12 +230,13 @@ def write(
             f" {text_bytes / 1e6:,.1f} MB of text, {text_bytes / 1e6 / seconds:.1f} MB/s"
         )
 
-    progress = command_line.Progress(size)
+    progress = command_line.Progress(size)  # in bytes of the input
     chunks = encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
     try:
         with contextlib.closing(chunks):
             for chunk in chunks:
-                # Chunks are in the order of the files, so all files before this one are complete.
+                # Chunks are in the order of the files. So all files before that of this chunk are
+                # complete.
                 files_before = paths.index(chunk.path, writer.completed_files)
                 if files_before > writer.completed_files:
                     writer.mark_completed(files_before)

@@ -64,10 +64,10 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
     `max_bytes` is used.
     """
     draw = random.Random(seed)
-    progress = command_line.Progress(total=None)
+    progress = command_line.Progress(total=None)  # shows no percentage
     # A heap with the largest number first: `heapq` pops the smallest, so numbers are negative.
     sample = []
-    size = 0  # of the sample in bytes
+    size = 0  # UTF-8 bytes of the sample
     # A document whose number exceeds that of one already dropped cannot be among the smallest.
     limit = 1.0
     for order, (text, bytes_read) in enumerate(documents):
@@ -84,6 +84,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
             negative_number, _, dropped_length, _ = heapq.heappop(sample)
             limit = -negative_number
             size -= dropped_length
+        # The argument of the message, the seconds so far, is unused.
         progress.update(bytes_read, lambda _: f"reading: {bytes_read / 1e6:,.1f} MB")  # noqa: B023
     progress.end()
     return [text for _, _, _, text in sorted(sample, key=lambda entry: entry[1])]
