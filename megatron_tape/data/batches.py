@@ -95,7 +95,7 @@ class Batches:
         `SampleSource` is averaged.
         """
         keys = ["tokens", "labels"]
-        eod = None
+        eod = None  # `_MicroBatches` then adds no `documents`
         if isinstance(dataset, SampleSource):
             keys.append("loss_mask")
         # Not for a `SampleSource`: each of its samples is a single document.
@@ -105,6 +105,7 @@ class Batches:
         loader = DataLoader(
             _MicroBatches(dataset, keys, eod),
             batch_size=None,  # `_MicroBatches` returns whole micro-batches
+            # Yields the list of sample indices of each of this rank's micro-batches.
             sampler=self.layout.token_layout.micro_batches(samples.start, samples.stop, size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
@@ -127,7 +128,7 @@ class Batches:
         sum of its tokens' losses. Averaged over all micro-batches of a global batch, it is the mean
         loss of the tokens that the masks select.
         """
-        shards = self.layout.token_layout.data_shards
+        shards = self.layout.token_layout.data_shards  # ranks with different sequences
         for batch_size in batch_sizes:
             # The weight depends on all of this rank's micro-batches of the global batch.
             count = batch_size // (self.config.train.micro_batch_size * shards)
@@ -353,6 +354,9 @@ def _open_indexed(
     directory = os.path.join(config.data.resolved_cache_directory, digest)
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
+        """Return a list per stage: its training dataset and, for the first stage, the validation
+        dataset.
+        """
         opened: dict = {}  # datasets by prefix; stages may have some in common
         return [
             open_datasets(stage.config, plan, size, directory, build, opened)
@@ -360,7 +364,6 @@ def _open_indexed(
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
-    # A list per stage: its training dataset and, for the first stage, the validation dataset.
     splits_by_stage = open_all(directory, build=False)
     if is_rank_0:
         _log_epochs([plan.splits[0] for plan in plans], sizes, config.model.seq_length)

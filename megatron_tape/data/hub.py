@@ -108,7 +108,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
 
     command_line.log(f"finding the files of {name}")
     config = _open(name, arguments).config
-    # Without a network, the library opens the arrow files that it has made from the dataset.
+    # Without a network, the library opens the arrow files in its cache that it once made from the
+    # dataset. It then knows no `data_files`.
     if config.data_files is None:
         raise FileError(
             name,
@@ -174,6 +175,7 @@ def download(paths: Sequence[str]) -> None:
     """
     import huggingface_hub
 
+    # A match for each file of the Hub: its groups are the dataset, the commit and the path.
     matches = list(filter(None, map(_REMOTE.fullmatch, paths)))
     for name, commit in revisions(paths).items():
         files = [match[3] for match in matches if match[1] == name]

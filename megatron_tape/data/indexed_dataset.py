@@ -243,7 +243,7 @@ class IndexedDatasetWriter:
             self._progress_path.unlink(missing_ok=True)
         # The state at the last `mark_completed`, of this writer or of the one that it continues.
         self._progress = progress
-        self._sequences = self.documents
+        self._sequences = self.documents  # `add` makes each document one sequence
         # Drop what was written after the last save.
         self._bin.file.truncate(self.tokens * self.dtype.itemsize)
         self._bin.file.seek(0, os.SEEK_END)

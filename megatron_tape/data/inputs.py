@@ -180,7 +180,7 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
         damage = dataset.wrong_size()
     except (ValueError, OSError) as error:
         damage = str(error)
-        fix = ""  # a FileError ends in its own fix
+        fix = ""  # a FileError's text already ends in its own fix
     if damage is not None:
         raise ConfigError(
             "data.prefix",
@@ -194,6 +194,7 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
             "remove it, or give another",
         )
 
+    # Whether documents are separated in attention, which requires `data.tokenizer`.
     separates = config.data.reset_attention_mask
     if separates and tokenizer.eod is None:
         raise ConfigError(

@@ -342,7 +342,7 @@ def mix_with_long_documents(
     mix.datasets.append(_mix_of_windows(config, settings, pools.long, mix.counts[0]))
     # A short run may draw no sample from the other documents.
     if has_others and mix.counts[1]:
-        limit = long_documents.minimum
+        limit = long_documents.minimum  # all documents with fewer tokens are other ones
         shorter = replace(settings, documents_below=limit)  # type: ignore[call-arg]
         others = _without_single_weight(pools.others)
         dataset = open_split(ShorterDocuments, shorter, others, split=0, size=mix.counts[1])
@@ -412,7 +412,7 @@ def open_datasets(
         opened=opened,
         build=build,
     )
-    # Validation always evaluates the same samples.
+    # The number of samples by split. Every evaluation uses the same validation samples.
     sizes = [size, config.train.eval_steps * config.train.global_batch_size]
     datasets = []
     # Open each split separately, since the plan may exclude different datasets from each. Megatron

@@ -309,7 +309,8 @@ def difference(
 def _read_files(main: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's main file and those next to it, by standard name."""
     names: tuple[str, ...] = SIBLINGS
-    # The SentencePiece model that a tokenizer.json was made from, for `equal_model_digest`.
+    # A tokenizer.json may have been made from the SentencePiece model next to it;
+    # `equal_model_digest` compares the two.
     if main.name == TOKENIZER_JSON:
         names += (TOKENIZER_MODEL,)
     paths = {name: main.parent / name for name in find_files(main.parent, names)}
