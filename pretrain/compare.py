@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_launcher("pretrain.compare", "starts its own processes")
     plan = make_plan(options, overrides)
     count = len(plan.runs)
-    to_execute = plan.unfinished
+    to_execute = plan.unfinished  # a new list; runs that finish later stay in it
     if options.check:
         finished = count - len(to_execute)
         print(f"{counted(count, 'run')}, {finished} finished, output in {plan.output}")
@@ -223,6 +223,7 @@ def _write_tables(plan: ComparisonPlan) -> str:
     write_comparison(plan.output / NAME, plan.results)
     missing = [run.name for run in plan.unfinished]
     write_whole(plan.output / "comparison.md", [markdown(plan.results, missing).encode()])
+    # `clean` replaces control characters, which a terminal could interpret.
     return markdown(plan.results, missing, clean)
 
 

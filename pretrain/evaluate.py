@@ -316,6 +316,7 @@ def _run(
     pictures = draw(output, task, results)
 
     print(f"{task.name}: {label}, {duration(time.monotonic() - started)}")
+    # The table shows groups of scores by their names for readers.
     for table in score_tables({label: with_group_names(task.name, result)}):
         print("\n".join(markdown(table, clean)))
     for note in result.notes:
