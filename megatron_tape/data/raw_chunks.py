@@ -84,7 +84,7 @@ def read_chunks(
         failure = None
         number = 1  # number of the chunk's first document in the file
         documents = []
-        size = 0
+        size = 0  # bytes of the chunk so far, and 1 for each document
         try:
             for document, bytes_of_file in _read_file(path, unit, text_key, document_bytes):
                 bytes_read = previous_bytes + bytes_of_file
@@ -196,8 +196,8 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
     unfinished = bytearray()  # the beginning, in earlier blocks, of the line that has not ended yet
     is_skipped = False  # whether that line is too large, so that its beginning was yielded already
     for block in blocks:
-        # Split the block alone, not `unfinished` and the block: this would search the bytes of a
-        # long line again for each of its blocks.
+        # Split the block alone, not `unfinished` together with it: that would search the beginning
+        # of a long line again for each of its blocks.
         *lines, rest = block.split(b"\n")
         # `lines` are the lines that end in this block. The first of them began in an earlier block
         # if there is an unfinished line.
