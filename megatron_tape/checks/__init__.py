@@ -75,15 +75,16 @@ def check(
     if level < Level.START:
         return
 
-    # The checkpoint to continue from, or None. One with weights only, such as a converted model,
-    # has no state.
+    # The checkpoint to continue from, or None for a new run. One with weights only, such as a
+    # converted model, has no `state.json`.
     checkpoint = checked_start_checkpoint(config)
     state = None
+    # What the state records about the tokenizer and the data files: a `directories.Progress`.
     progress: Any = {}
     if checkpoint is not None and (checkpoint / STATE).is_file():
         state = read_state(checkpoint)
         progress = state["progress"]
-        # The run is finished, so it needs no data.
+        # A finished run needs no data.
         if state["step"] >= config.train.steps:
             return
     check_same_data(config, progress.get("data", {}), checkpoint)
@@ -98,7 +99,7 @@ def check(
 
     check_datasets(config, tokenizer_record)
     check_tasks(config)
-    # A resumed run has printed the warning at its first start.
+    # A run that continues from a state has printed the warning at its first start.
     if state is None:
         _warn_of_export(config)
 

@@ -48,6 +48,7 @@ def parse_run_config(
     )
     arguments = sys.argv[1:] if argv is None else argv
     parsed = read_settings(parser, RunConfig, with_config_option(arguments))
+    # The advice about missing settings, and the run's name in its default directory.
     fix = "give --config RECIPE, such as --config tape_demo"
     name = "unnamed"
     if parsed.files:
@@ -60,7 +61,8 @@ def parse_run_config(
         config = build(RunConfig, with_base_settings(parsed.values, base), fix=fix)
         _ = config.data.source  # for its ConfigError, before other errors about the data
         config = with_directories(resolve_datasets(config), name)
-        # The number of processes is not known yet. Assume one model replica, which needs fewest.
+        # The number of processes is not known yet. Assume that of one model replica, the fewest
+        # that can train.
         validate(config, world_size=config.parallel.ranks_per_sequence)
     # Only valid settings are printed. The comment makes the output a recipe again.
     if parsed.options.print_config:
@@ -79,8 +81,8 @@ def with_config_option(arguments: list[str]) -> list[str]:
     if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *others = arguments
-    # This is a setting without dashes, not a file such as lr=0.1/config.yaml. The parser refuses it
-    # with a better message.
+    # An argument such as optimizer.lr=0.1 is a setting without dashes, which the parser refuses
+    # with a better message. Only an existing file, such as lr=0.1/config.yaml, is a recipe.
     if "=" in recipe and not Path(recipe).is_file():
         return arguments
     return [f"--config={recipe}", *others]

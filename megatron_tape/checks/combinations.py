@@ -105,6 +105,8 @@ def _validate_optimizer(config: RunConfig) -> None:
             " whole",
             "set deepspeed.zero_stage to 1 or 2",
         )
+    # Muon updates only the matrices of attention and the MLP, which `all` alone trains. The other
+    # values, such as position or lora, select parameters that AdamW updates.
     if optimizer.kind == "muon" and "all" not in trains:
         raise ConfigError(
             ("optimizer.kind", "extension.trains"),
@@ -130,7 +132,7 @@ def _validate_average(config: RunConfig) -> None:
                 f"applies only to kind {kind}, but train.average.kind is {average.kind}",
                 "remove it",
             )
-    # The first averaged step must be at least 1.
+    # The first averaged step, steps - (count - 1) * every, must be at least 1.
     if average.kind == "last" and (average.count - 1) * average.every >= steps:
         raise ConfigError(
             ("train.average.count", "train.steps"),
@@ -232,8 +234,8 @@ def _validate_data(config: RunConfig) -> None:
             f"is {train.eval_interval}, but data.examples.validation is null",
             "set data.examples.validation, or set train.eval_interval to null",
         )
-    samples_text = "sample" in train.evaluations and config.logging.sample_tokens > 0
-    if samples_text and data.tokenizer is None:
+    writes_sample = "sample" in train.evaluations and config.logging.sample_tokens > 0
+    if writes_sample and data.tokenizer is None:
         raise ConfigError(
             ("logging.sample_tokens", "data.tokenizer"),
             f"is {config.logging.sample_tokens}, but data.tokenizer is null",
@@ -322,7 +324,8 @@ def _validate_monitoring(config: RunConfig) -> None:
                 f"choose from {', '.join(HOOKS)}",
             )
     build_tasks(config)  # for its ConfigError
-    # The trace ends with the run if its last step comes later.
+    # The first traced step must be at most the last one and in the run. A last traced step after
+    # the end of the run is allowed: the trace then ends with the run.
     if profile_steps is not None and profile_steps[0] > min(profile_steps[1], run_steps):
         raise ConfigError(
             ("train.profile.steps", "train.steps"),
@@ -357,9 +360,11 @@ def _validate_trained_kinds(config: RunConfig) -> None:
             "train embeddings instead",
         )
 
+    # Learning rate multipliers of the trained parameters. If all are 0, nothing is trained.
     multipliers = [scales.get(kind, 1) for kind in trains]
     # A multiplier of one parameter, such as position.increments, overrides that of position. A
-    # parameter without a multiplier of its own has that of position, which is in the list already.
+    # parameter without its own multiplier has that of position, which is in the list already, so
+    # it adds only a 0.
     if "position" in trains:
         multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
     if not any(multipliers):
@@ -392,8 +397,8 @@ def _validate_lora(config: RunConfig) -> None:
                     f"add lora to extension.trains, or remove extension.{key}",
                 )
         return
-    # LoRA adds a product of two matrices to the weight of a projection. Its rank cannot exceed the
-    # smaller dimension of the projection.
+    # LoRA adds a product of two matrices to the weight of a projection. The rank of the product
+    # cannot exceed the smaller dimension of the projection.
     for target, widths in lora_widths(config.model).items():
         if target in extension.lora_targets and extension.lora_rank > min(widths):
             raise ConfigError(
@@ -410,6 +415,7 @@ def _validate_shifted_sparse(config: RunConfig) -> None:
 
     if config.extension.attention != "shifted_sparse":
         return
+    # The length of a segment must be even, since segments are shifted by half of it.
     if model.seq_length % 8 != 0:
         raise ConfigError(
             ("extension.attention", "model.seq_length"),

@@ -16,7 +16,7 @@ VIRTUAL = "parallel.virtual_pipeline_size"
 LAYERS = "parallel.pipeline_layers"
 SEQUENCE = "parallel.sequence_parallel"
 ENCODING = "model.position_encoding"
-# The names above are keys of settings, for the subjects and messages of errors.
+# TENSOR to ENCODING are keys of settings, for the subjects and messages of errors.
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
@@ -161,8 +161,9 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
     if tensor_size == 1 or config.parallel.uses_sequence_parallel:
         return
 
-    # All cases below need sequence parallelism. With context parallelism, `TokenLayout` shards the
-    # tokens over the tensor-parallel ranks, too, which is sequence parallelism.
+    # From here on, sequence parallelism is disabled although there are tensor-parallel ranks. This
+    # is an error in each of the cases below. The first: with context parallelism, `TokenLayout`
+    # shards the tokens over the tensor-parallel ranks, too, which is sequence parallelism.
     if context_size > 1:
         raise ConfigError(
             (SEQUENCE, TENSOR, CONTEXT),
@@ -193,6 +194,7 @@ def has_replicated_parameters(encoding: PositionEncoding) -> bool:
     Each rank computes the gradient of its copy from its own heads or tokens. Only with sequence
     parallelism are the gradients of copies summed over ranks.
     """
+    # With partition_dim None, every rank holds the whole parameter.
     layers = (encoding.parameters(layer).values() for layer in range(encoding.model.num_layers))
     return any(parameter.partition_dim is None for layer in layers for parameter in layer)
 
@@ -256,10 +258,12 @@ def _validate_sent_state(config: RunConfig) -> None:
     """
     encoding = encoding_of(config.model)
     pipeline_size = config.parallel.pipeline_model_parallel_size
-    # Layer 0 receives no state, so layer 1 decides. Later layers are compared with it below.
+    # Whether a stage that begins with layer 1 receives a state. Layer 0 never does. The layers with
+    # which the stages begin are compared with this below.
     sends_state = encoding.sends_state(1)
 
-    # A class that does not override the method has that of the base class.
+    # The encoding does not define `sent_state` if its method is that of the base class, which only
+    # raises an error.
     if sends_state and type(encoding).sent_state is PositionEncoding.sent_state:
         raise ConfigError(
             (PIPELINE, ENCODING),

@@ -43,12 +43,14 @@ def match_datasets(prefix: str) -> list[str]:
         for ending in _ENDINGS
         for path in glob.glob(prefix + ending, recursive=True)
     }
-    # Parts of one dataset differ only in their number, which is in none of the groups.
+    # For data/web-00003-of-00008, the groups are `data/web-`, `-of-00008` and `00008`. They lack
+    # the number of the part, so all parts of a dataset have the same groups.
     datasets_in_parts = {part.groups() for part in map(_PART.fullmatch, matches) if part}
     for begin, end, count in datasets_in_parts:
         parts = [f"{begin}{number:05}{end}" for number in range(int(count))]
-        # Only names are compared: the directory has matched, and a `*` of fnmatch also matches
-        # slashes.
+        # Add the parts that the pattern matches, also missing ones. They are in the directory of a
+        # match, so only their names are compared with the last part of the pattern. In a whole
+        # path, a `*` of fnmatch would also match slashes.
         name_pattern = os.path.basename(prefix)
         matches.update(
             part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), name_pattern)
@@ -65,6 +67,7 @@ def resolve_patterns(
     matches is kept, and refused later as a missing dataset.
     """
     prefixes, weights = blend(prefix)
+    # For each prefix, the datasets that it matches.
     matches = [match_datasets(name) for name in prefixes]
     # No pattern was replaced.
     if matches == [[name] for name in prefixes]:
@@ -77,8 +80,8 @@ def resolve_patterns(
     for names, weight in zip(matches, weights):
         sizes = [_size(name) for name in names]
         for name, size in zip(names, sizes):
-            # A dataset that several patterns match gets the sum of its weights. If all datasets of
-            # a pattern are empty, the sum of sizes is 0.
+            # A dataset that several patterns match gets the sum of its weights. `max` prevents a
+            # division by 0 if all datasets of a pattern are empty.
             resolved[name] = resolved.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
     return resolved
 
@@ -88,7 +91,7 @@ def _size(prefix: str) -> int:
     try:
         return os.path.getsize(f"{prefix}.bin")
     except FileNotFoundError:
-        return 1  # the run refuses to start without it
+        return 1  # any number will do, since the run refuses to start without the dataset
 
 
 def resolve_datasets(config: RunConfig) -> RunConfig:

@@ -83,7 +83,8 @@ class ParsedCommandLine:
         innermost setting around it that has a place.
         """
         while key not in self.places:
-            # Remove the last index or name, unless only a section such as `data` would be left.
+            # Remove the last index or name: `data.stages[0].share` becomes `data.stages[0]`, and
+            # then `data.stages`. A section alone, such as `data`, is never left.
             outer = re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)
             if outer is None:
                 return ""
@@ -105,11 +106,12 @@ def read_settings(
         argv: the arguments. None reads those of the process.
     """
     options, unknown = parser.parse_known_args(argv)
-    # Several sections, such as those of the encodings, may have a setting with the same key.
+    # Lists, since several sections, such as those of the encodings, may have a setting with the
+    # same key.
     settings_by_key = {}
     for setting in settings_of(section):
         settings_by_key.setdefault(setting.key, []).append(setting)
-    # "" for --help without a section.
+    # None without --help, and "" for --help without a section.
     if options.help is not None:
         _print_help(parser, section, options.help)
     if unknown:
@@ -128,12 +130,13 @@ def read_settings(
                 parsed.places.update(places)
             continue
 
-        # Merge a group at once: an option such as --model.position_encoding decides which settings
-        # of model.position are kept, also if those options come first.
+        # Merge all settings of a group at once: --model.position_encoding decides which settings
+        # of model.position are kept, even of those that come before it on the command line.
         changed = {key: _parse_value(text, settings_by_key[key]) for key, text in group}
         parsed.values = merge(section, parsed.values, unflatten(changed))
         for key in changed:
-            # An option whose value is a mapping also gives the settings inside it.
+            # An option whose value is a mapping also gives the settings inside it, so their places
+            # are no longer in a recipe.
             inner_keys = [inner for inner in parsed.places if inner.startswith(f"{key}.")]
             parsed.places.update(dict.fromkeys([key, *inner_keys], f"--{key}"))
     return parsed
@@ -146,6 +149,7 @@ def _unknown_option(argument: str, known: Iterable[str]) -> ConfigError:
     name = argument.partition("=")[0]
     key = name.removeprefix("--")
 
+    # The argument does not begin with dashes.
     if key == name:
         return ConfigError(
             name,
@@ -156,7 +160,7 @@ def _unknown_option(argument: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(
             key, "is a section of settings", f"give its settings as --{key}.key value"
         )
-    # A key without a dot is a section, which is not an option.
+    # Suggest no keys without a dot: they are sections, which are not options.
     return unknown_key(key, [setting for setting in known if "." in setting])
 
 
@@ -243,7 +247,8 @@ def _print_help(parser: argparse.ArgumentParser, section: type, key: str) -> Non
     """
     if key:
         settings = list(settings_of(section))
-        # With the dots, `train` selects `train.steps`, and `train.step` does not.
+        # The appended dots make this a comparison of whole names: `train` selects `train.steps`,
+        # but `train.step` does not.
         shown = [setting for setting in settings if f"{setting.key}.".startswith(f"{key}.")]
         if not shown:
             raise unknown_key(key, (setting.key for setting in settings))

@@ -150,8 +150,8 @@ def validate_as(kind: Any, value: Any) -> Any:
     ValidationError.
     """
     # pydantic's strict mode accepts a mapping for a dataclass only in JSON. A value that is a
-    # section already is converted back to a mapping. The adapter takes a tuple of one
-    # value, which is a list in JSON.
+    # section already is converted back to a mapping. The adapter takes a tuple of one value, which
+    # is a list in JSON.
     text = json.dumps([value], default=as_dict, ensure_ascii=False)
     return _adapter(kind).validate_json(text.encode())[0]
 
@@ -183,6 +183,7 @@ def _refusal(
     about missing settings, in which {key} is replaced by the first missing key.
     """
     settings = list(settings_of(section, name))
+    # The key of each invalid or missing setting, and pydantic's description of the error.
     keyed_errors = []
     for item in error.errors(include_url=False):
         # The first part of the location is the index in the tuple of `_adapter`.
@@ -199,9 +200,10 @@ def _refusal(
             problem += f" (also missing: {', '.join(missing[1:])})"
         return ConfigError(missing, problem, fix.replace("{key}", missing[0]))
 
-    # A value of a union has an error for each member of the union. The member that fits best has
-    # the error with the longest key. Among the errors of this member, those about a value of the
-    # right type say more. The others have types such as int_type.
+    # For a value of a union, pydantic has an error for each member of the union. Inside the member
+    # that fits best, the error has the longest key: for {prefix: {a: -1}}, it is that of
+    # data.prefix.a, not of data.prefix. Of several errors with this key, those about a wrong type,
+    # such as int_type, say less than the others.
     first_key, _ = invalid[0]
     key = max((key for key, _ in invalid if key.startswith(first_key)), key=len)
     same_key = [item for other, item in invalid if other == key]
@@ -303,12 +305,12 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
     }
 
-    # `known` has the settings of all tasks and encodings.
+    # `known` has the settings of all tasks and encodings, also of those that are not selected.
     if key in known:
         return ConfigError(
             key, "does not apply to the selected task or positional encoding", "remove it"
         )
-    # `section` is a setting that is not a section.
+    # The key is inside a setting that is not a section, such as `train.steps`.
     if section in known and not siblings:
         return ConfigError(
             key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}"
@@ -351,7 +353,8 @@ def _hints(section: type) -> dict[str, Any]:
 def _schemas(section: type) -> dict[str, Any]:
     """Return the JSON schema of every setting of a section, by key."""
     schemas = {}
-    # pydantic reads the text after a field only in the class that declares it.
+    # pydantic reads the text after a field only in the class that declares it, so the schemas of
+    # the base classes are merged with that of the class itself.
     for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):
             # The schema of the tuple refers to the schema of the dataclass in `$defs`.

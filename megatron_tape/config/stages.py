@@ -57,7 +57,7 @@ def stages_of(config: RunConfig) -> list[Stage]:
     later_stages = config.data.stages or []
     train = config.train
     total_samples = train.samples_after(train.steps)
-    # The share of the run's samples in the next stage and all stages after it.
+    # The share of the run's samples in the later stages that are not in `stages` yet.
     remaining = sum(settings.share for settings in later_stages)
     # The first stage has no setting for its share. It gets what the later ones leave.
     if remaining >= 1:
@@ -69,8 +69,8 @@ def stages_of(config: RunConfig) -> list[Stage]:
 
     stages = [_stage(config, config.data.prefix, number=0, start=0)]
     for number, settings in enumerate(later_stages, start=1):
-        # The sample at which the stage begins may be within a step. Start at the beginning of that
-        # step, the last one with at most `sample` samples before it.
+        # The sample at which the stage should begin may be within a step. The stage starts at the
+        # beginning of that step, the last step with at most `sample` samples before it.
         sample = round(total_samples * (1 - remaining))
         step = bisect.bisect_right(range(train.steps + 1), sample, key=train.samples_after) - 1
         start = train.samples_after(step)
@@ -99,7 +99,8 @@ def stage_at(stages: Sequence[Stage], sample: int) -> int:
     """Return the `Stage.number` of the stage that contains the training sample with index
     `sample`.
     """
-    # The last stage that begins at or before the sample. The numbers begin with 0.
+    # The stages are in order and numbered from 0. The last one that begins at or before the sample
+    # contains it.
     return sum(stage.start <= sample for stage in stages) - 1
 
 

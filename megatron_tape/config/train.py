@@ -85,11 +85,12 @@ class AverageSettings:
             if skipped:
                 return 0.0
             return 1 - min(self.decay, (1 + updates) / (10 + updates))
-        # Skipped steps count, since the mean is over fixed steps: the last one of the run, and
-        # every `every`-th before it.
+        # Kind last averages the weights after fixed steps: the last one of the run, and every
+        # `every`-th before it. Whether such a step skipped its update makes no difference.
         first_step = steps - (self.count - 1) * self.every
         averaged_before, remainder = divmod(step - first_step, self.every)
-        # Before the first of these steps, the average equals the current weights.
+        # Before the first of these steps, the number is negative. The average then equals the
+        # current weights.
         if averaged_before < 0:
             return 1.0
         if remainder:
@@ -185,7 +186,8 @@ class TrainConfig:
         if ramp is None or samples >= ramp.over_samples:
             return self.global_batch_size
         size = ramp.from_ + (self.global_batch_size - ramp.from_) * samples // ramp.over_samples
-        # Round down to a multiple of the first size, which the data-parallel ranks can divide.
+        # Round down to a multiple of the first size, which can be divided over the data-parallel
+        # ranks.
         return size - size % ramp.from_
 
     def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:

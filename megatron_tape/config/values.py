@@ -28,7 +28,7 @@ def expand_path(path: str) -> str:
     """Return a path with a leading `~` expanded. Raises UserError for an address, a path with a
     control character, or a user without a home directory.
     """
-    # The path would break the lines of logs and of records that list paths.
+    # A control character in a path would break the lines of logs and of records that list paths.
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
         raise UserError(path, "contains a control character, such as a line break", "rename it")
     refuse_address(path)
