@@ -89,7 +89,8 @@ def check(
             return
     check_same_data(config, progress.get("data", {}), checkpoint)
 
-    # A run keeps the tokenizer that it began with, which its checkpoints contain.
+    # A run keeps the tokenizer that it began with, which its checkpoints contain. Their record of
+    # the tokenizer is None in a new run.
     config = with_saved_tokenizer(config, checkpoint)
     tokenizer_record = progress.get("tokenizer")
     if starts_from_base(config):

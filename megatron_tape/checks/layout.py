@@ -64,6 +64,7 @@ def validate_processes(config: RunConfig, processes: int) -> None:
         )
 
     data_size = processes // parallel.ranks_per_sequence
+    # The number of sequences in one micro-batch of every model replica.
     sequences = train.micro_batch_size * data_size
     for key, batch_size in train.batch_size_keys().items():
         if batch_size % sequences != 0:

@@ -233,7 +233,7 @@ class Attempt:
         """
         fix = "unset it, so that the run starts an attempt itself, or use a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, least=1, most=999_999, fix=fix)
-        if number == 0:
+        if number == 0:  # the variable is not set
             return None
 
         attempt = cls.open(run_directory, checkpoint_directory, number)
@@ -258,7 +258,7 @@ class Attempt:
         """Remove the staging directory, and with it the ownership. Call it when all ranks have
         finished writing.
         """
-        with contextlib.suppress(OSError):  # the directory holds an unfinished checkpoint
+        with contextlib.suppress(OSError):  # if the directory holds an unfinished checkpoint
             self.staging.rmdir()
 
     def request_stop(self, reason: str) -> None:
@@ -371,8 +371,9 @@ def _revoke(staging: Path) -> None:
     revoked = staging.with_name(staging.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):  # the attempt has just left
         os.rename(staging, revoked)
-    # On a network file system, the earlier attempt can still rename a checkpoint if it has looked
-    # up the directory before. The list is complete before the loop changes the directory.
+    # On a network file system, the earlier attempt can still publish a checkpoint from the renamed
+    # directory if it has looked the directory up before. Each checkpoint is therefore renamed, too.
+    # `list` reads the whole directory before the loop changes it.
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):  # the attempt has just published it
             os.rename(staged, staging.with_name(f"{revoked.name}-{staged.name}"))

@@ -100,7 +100,8 @@ def read_run(path: Path) -> Run:
             values = parse_record(line, Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
-        # Texts and null are no points of a curve. The test excludes booleans, which are integers.
+        # Keep only the numbers, since texts and null are no points of a curve. Unlike isinstance,
+        # this test excludes booleans, which are integers in Python.
         row = {name: value for name, value in values.items() if type(value) in (int, float)}
         for metric, value in row.items():
             if metric in METRICS_READ or metric.startswith(DURING):

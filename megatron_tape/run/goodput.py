@@ -31,8 +31,8 @@ def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None) -> d
     a recorded start are ignored. All steps of an attempt are assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
-    # The start of the next attempt, and the earliest step that a later attempt continued from.
-    # There are none for the newest attempt.
+    # The start of the attempt after the current one, and the earliest step that a later attempt
+    # continued from. They are infinite for the newest attempt, which comes first.
     next_start = float("inf")
     resumed_step = float("inf")
     # Newest first, since later attempts decide which steps of an attempt are kept.
@@ -42,7 +42,7 @@ def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None) -> d
         started = attempt.facts["started"]
         heartbeat = attempt.heartbeat
         ended = attempt.ended
-        # A killed attempt has recorded no end. Its last heartbeat is the last sign of it.
+        # An attempt that was killed has recorded no end. Its last heartbeat is the last sign of it.
         if ended is None:
             ended = heartbeat.get("time", started)
         # The clocks of nodes differ, and an attempt may live on after a newer one has started.
@@ -50,11 +50,13 @@ def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None) -> d
 
         for kind, seconds in _attempt_seconds(attempt, ended, resumed_step).items():
             totals[kind] += seconds
-        # No attempt runs until the next one starts, or until the end of the period.
+        # The time from the end of this attempt to the start of the next one, or from the end of
+        # the newest attempt to `until`.
         totals[BETWEEN] += max(0.0, min(next_start, until or ended) - ended)
 
         resumed_step = min(resumed_step, heartbeat.get("from_step", resumed_step))
         next_start = started
+        # The time of the earlier attempts ends here.
         until = started
     return totals
 
@@ -77,7 +79,7 @@ def _attempt_seconds(attempt: AttemptRecord, ended: float, resumed_step: float) 
         seconds[STALLS] = idle
 
     busy = ended - started - seconds[STALLS]
-    # Training had not begun when the attempt ended.
+    # The attempt ended before its training began.
     if "began" not in heartbeat:
         seconds[START] = busy
         return seconds
@@ -96,6 +98,7 @@ def _attempt_seconds(attempt: AttemptRecord, ended: float, resumed_step: float) 
     kept_fraction = 0.0
     if last > first:
         kept_fraction = max(0, min(last, resumed_step) - first) / (last - first)
+    # KEPT has the time of all training steps so far. Move the part of the repeated steps.
     seconds[REPEATED] = (1 - kept_fraction) * seconds[KEPT]
     seconds[KEPT] *= kept_fraction
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))

@@ -115,7 +115,8 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
     job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         newest = job_attempts[-limit:]
-        # A newer checkpoint than at the start of these attempts means that one of them saved it.
+        # If the newest checkpoint is beyond that at the start of the first of these attempts, one
+        # of them has saved it.
         if len(newest) < limit or step > newest[0].facts.get("checkpoint_step", 0):
             continue
         if limit == IDLE_LIMIT or all(attempt.crashed for attempt in newest):
@@ -151,8 +152,8 @@ def decide(
     except CheckpointError as error:
         return "stop", str(error)
 
-    # The newer attempt, such as that of another job, owns the run. Another attempt of this job
-    # would end it.
+    # A newer attempt, such as that of another job, owns the run. If this job started another one,
+    # that attempt would take the run over in turn and end the newer one.
     if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
 
@@ -168,6 +169,7 @@ def decide(
 def last_error(attempt: AttemptRecord) -> str:
     """Return one sentence about the end of an attempt that did not finish the run."""
     if not attempt.crashed:
+        # Without a message, all ranks were killed before they could record how they ended.
         too_early = f"{attempt.stop_reason} came before the first step, or left no time to save"
         return attempt.message or too_early
     if attempt.outcome is None:
@@ -227,8 +229,10 @@ def _read_attempt(directory: Path, number: int) -> AttemptRecord:
     for path in directory.glob("rank-*.json"):
         if end := _read_if_valid(path, End):
             ends.append((end, _written_at(path)))
-    # The clocks of two nodes differ, so the file system's time comes before the recorded time.
+    # The clocks of nodes differ, so ranks are compared by the file system's time. The recorded time
+    # only decides between records that were written at the same time.
     ends.sort(key=lambda item: (_PRIORITY[item[0]["outcome"]], item[1], item[0]["time"]))
+    # The record of the rank that tells how the attempt ended, or {} if there is no record.
     decisive: Any = ends[0][0] if ends else {}
 
     return AttemptRecord(

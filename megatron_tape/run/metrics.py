@@ -78,9 +78,10 @@ class MetricsWriter:
             resume_step: step that the run continues from.
             tensorboard: whether to write TensorBoard files.
             clock: a function that returns the current time in seconds.
-            staging: directory for the copy of `metrics.jsonl` without the dropped rows, which
-                replaces the file. Once a newer attempt has removed it, the file cannot be replaced.
-                Ignored on another file system.
+            staging: directory in which a copy of `metrics.jsonl` without the dropped rows is
+                written before it replaces the file. A newer attempt renames this directory, so
+                that this attempt can no longer replace the file. Default: `directory`, which is
+                also used if `staging` is on another file system.
             work: a function that returns the amount of work in the first n steps, such as their
                 number of sequences. The remaining time is estimated in proportion to the remaining
                 work. By default, all steps are the same amount of work.
@@ -94,7 +95,8 @@ class MetricsWriter:
         self._wandb = wandb
         self._last_step = resume_step
         self._clock = clock
-        # RECENT intervals lie between RECENT + 1 steps.
+        # The last logged steps, and when they were logged, by `clock`. RECENT intervals lie between
+        # RECENT + 1 steps.
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
 
         directory = Path(directory)
@@ -109,8 +111,9 @@ class MetricsWriter:
 
         self._events: SummaryWriter | None = None
         self._events_directory = directory / "tensorboard" if tensorboard else None
-        # TensorBoard hides what earlier attempts logged from `first_step` on. A new run also hides
-        # step 0, at which an earlier attempt has shown its configuration.
+        # TensorBoard hides what earlier attempts logged from `first_step` on. In a run that starts
+        # at the beginning, these are all steps, also step 0, at which an earlier attempt without a
+        # checkpoint has shown its configuration.
         first_step = resume_step + 1 if resume_step else 0
         self._open_events(first_step)
 
@@ -245,6 +248,7 @@ class _RecordFile:
         # Python's buffer would lose its contents if flushing them fails.
         self._file = open(path, "ab", buffering=0)
         self._waiting = b""
+        """Bytes of records that are not written yet."""
         self.failing = False
         """Whether the last record could not be written."""
 
@@ -326,7 +330,7 @@ def last_rows(path: Path, shape: Any, tail_bytes: int) -> list[Any]:
         lines = file.read(tail_bytes).split(b"\n")
     rows = []
     for line in lines:
-        # The first row may be cut off, and the last one incomplete.
+        # The reading may begin within the first row, and the last row may not be complete yet.
         with suppress(ValueError):
             rows.append(parse_record(line, shape))
     return rows

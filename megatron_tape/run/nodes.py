@@ -94,7 +94,7 @@ def differences(facts_by_node: dict[str, dict[str, Any]]) -> list[Problem]:
     """
     problems = []
     for kind in ("versions", "data"):
-        # A node may lack a key of the others, such as the version of a driver.
+        # Take the keys of all nodes: a node may lack a key of others, such as that of a driver.
         for key in dict.fromkeys(key for facts in facts_by_node.values() for key in facts[kind]):
             values = {node: facts[kind].get(key, "absent") for node, facts in facts_by_node.items()}
             problems += _difference(key, values)
@@ -138,7 +138,7 @@ def directory_problems(
     root = staging.parent
     absent = [node for node in facts_by_node if not (staging / f"preflight-{node}").is_file()]
     # If no node but that of rank 0 shares the directory, it is on a local disk, which is a mistake
-    # in the settings. A single other node may simply be bad.
+    # in the settings. If there is only one other node, that node may simply be bad.
     others = len(facts_by_node) - 1
     is_local = others > 1 and len(absent) == others
     problems = []
@@ -152,8 +152,9 @@ def directory_problems(
         )
         problems.append(Problem(sentence, (node,), mistake=is_local))
 
-    # A checkpoint is written before the oldest one is deleted. If there are fewer than `keep` yet,
-    # the next save deletes none, so the save after it needs space for a second checkpoint.
+    # A checkpoint is written before the oldest one is deleted, so each save needs space for one.
+    # While there are fewer than `keep` checkpoints, the next save deletes none, and the save after
+    # it needs space for another one.
     deletes_next = len(list_checkpoints(root)) >= keep
     free = shutil.disk_usage(root).free
     if free < checkpoint_bytes or (free < 2 * checkpoint_bytes and not deletes_next):

@@ -76,8 +76,8 @@ class Watch:
 
     After `hang_timeout` seconds without a call of `progress` (None disables the timeout), the
     process writes the Python stacks of its threads to `stacks-RANK.txt` in the attempt's directory,
-    its last collectives to `collectives-RANK.json`, and exits. Before
-    `begin_training`, the timeout is at least an hour.
+    its last collectives to `collectives-RANK.json`, and exits. Before `begin_training`, the timeout
+    is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
@@ -91,20 +91,27 @@ class Watch:
         """The attempt that is watched, or None before `attach`."""
         self._rank = 0
         self._hang_timeout = longest_wait(hang_timeout)
+        """Seconds without progress after which this process exits: at least an hour during start-up.
+        None disables the timeout.
+        """
         self._training_hang_timeout = hang_timeout
+        """`_hang_timeout` from `begin_training` on."""
         self._phase = "starting"
         self._step: int | None = None
         self._since = time.monotonic()
+        """When this process last made progress, by the monotonic clock."""
         self._begun: dict[str, float] = {}
         """The entries `from_step` and `began` of the heartbeat; empty before training."""
         self._phases: dict[str, float] | None = None
-        """Seconds by phase since training began; None before."""
+        """Seconds spent in each phase since training began; None before training."""
+        # Set by `close`, which ends the watchdog thread.
         self._ended = threading.Event()
         self._profile_requested = False
 
         handlers = dict.fromkeys(STOP_SIGNALS, self._on_signal)
         handlers[PROFILE_SIGNAL] = self._on_profile_signal
-        # A shell script lets its background processes ignore Ctrl-C, which is not for them.
+        # A process that a shell script has started in the background ignores Ctrl-C from the start,
+        # and must keep doing so.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             handlers[signal.SIGINT] = self._on_interrupt
         self._previous_handlers = {
@@ -213,7 +220,8 @@ class Watch:
         `close`.
         """
         owner_seconds = OWNER_SECONDS if local_rank() == 0 else OWNER_SECONDS_OF_OTHERS
-        # Times of the last check and of the last heartbeat; the first ones are due at once.
+        # Times of the last check of the owner and of the last heartbeat, by the monotonic clock.
+        # With -infinity, the first ones are due at once.
         owner_checked = float("-inf")
         heartbeat_written = float("-inf")
         while not self._ended.wait(POLL_SECONDS):
@@ -240,7 +248,8 @@ class Watch:
         try:
             self.attempt.check_owner()
         except StaleAttempt as error:
-            # Rank 0 removes the staging directory when all ranks are done.
+            # When all ranks are done, rank 0 removes the staging directory, and with it the
+            # ownership. This is no reason to exit.
             if not self.done:
                 self._exit(STALE, EXIT_STALE, str(error))
 
@@ -250,7 +259,7 @@ class Watch:
         """
         reason = stop_reason(self.attempt.directory)
         if reason is None and not self.attempt.directory.is_dir():
-            # Stop instead of exiting: the run may still be able to save a checkpoint elsewhere.
+            # Stop instead of exiting: the checkpoint directory may be elsewhere and still work.
             reason = f"the loss of {self.attempt.directory}"
         if reason is not None:
             self.stop = self.stop or reason
@@ -259,10 +268,11 @@ class Watch:
         """Write `heartbeat.json`. Raises OSError if the disk is full or fails."""
         facts: dict[str, Any] = {"phase": self._phase, "step": self._step, **self._begun}
         if self._phases is not None:
-            # Copied, since the main thread may add a phase meanwhile.
+            # Iterate over a copy, since the main thread may add a phase meanwhile.
             phases = self._phases.copy()
             facts["phases"] = {phase: round(seconds, 3) for phase, seconds in phases.items()}
-        # Records have Unix times; timeouts are measured with a clock that is never set.
+        # Records have Unix times. `_since` is a time of the monotonic clock, which timeouts need:
+        # unlike the system's clock, it does not jump when the time is corrected.
         since = time.time() - (time.monotonic() - self._since)
         self.attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
@@ -298,7 +308,8 @@ class Watch:
         NCCL and gloo have separate recorders. A build of torch with CUDA contains both, and without
         a GPU only gloo's has entries.
         """
-        # A rank that hangs in an import must not import more.
+        # Look the module up instead of importing it: a rank that hangs in an import must not import
+        # more. It is None if torch is not imported.
         module = sys.modules.get("torch._C._distributed_c10d")
 
         # The functions are private, and another version of torch may lack one of them.

@@ -33,7 +33,7 @@ def is_wandb_installed() -> bool:
     """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs
     does not count.
     """
-    # Python imports a directory without __init__.py as a package without an origin.
+    # Python also finds a directory without __init__.py, as a package whose `origin` is None.
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
