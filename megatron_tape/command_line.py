@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
     """The installed command that was started, such as `tape-train`; None under `python -m`."""
 
     def __init__(self, **arguments: Any):
-        # A subcommand's `prog` already begins with the command.
+        # Show the name of the command instead of that of the file. The `prog` of a subcommand
+        # already begins with it.
         if self.command and not (arguments.get("prog") or "").startswith(self.command):
             arguments["prog"] = self.command
         arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -239,8 +240,8 @@ def escape_unprintable() -> None:
 
 _MOVES = re.compile(r"(\n|\x1b\[A)*")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-"""tqdm's moves between its bars, which are printed unchanged, and color codes, which are removed on
-stderr.
+"""Moves of the cursor between tqdm's bars (`\\x1b[A` is one line up), which are printed unchanged,
+and color codes such as `\\x1b[31m`, which are removed on stderr.
 """
 
 
@@ -254,6 +255,7 @@ def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
         shown = _COLORS.sub("", text)
     if not _MOVES.fullmatch(text):
         shown = printable(shown)
+    # The stream's own attribute `write` is this function, so call the method of its class.
     type(stream).write(stream, shown)
     return len(text)
 
@@ -303,9 +305,9 @@ class Progress:
     """A progress line on stderr, updated about once a second on a terminal and every ten seconds in
     a log.
 
-    `total` is the value of `done` at the end. If it is None, the percentage and the time left are
-    not shown. `start` is the value of `done` at the beginning, such as the part that an earlier run
-    has completed.
+    `total` is the value of `done` at the end, in any unit, such as bytes. None means that it is not
+    known: the percentage and the time left are then not shown. `start` is the value of `done` at
+    the beginning, such as the part that an earlier run has completed.
     """
 
     def __init__(self, total: int | None, start: int = 0):
@@ -330,10 +332,10 @@ class Progress:
         self._last_update = now
         elapsed = now - self._started
         line = message(elapsed)
-        # A total that was estimated may be too small, so fractions end at 1.
+        # `total` may be an estimate that is too small, so fractions are at most 1.
         if self._total and done > self._start:
             line += f", {min(done / self._total, 1.0):.1%}"
-            # The fraction since `start`: the time of an earlier run is not in `elapsed`.
+            # The fraction done since `start`, since `elapsed` lacks the time of an earlier run.
             fraction = min((done - self._start) / (self._total - self._start), 1.0)
             # At first, startup takes most of the time, so the time left cannot be estimated.
             if fraction >= 0.01 or elapsed > 60:
@@ -350,6 +352,7 @@ class Progress:
 
     def _rewrite(self, line: str) -> None:
         """Replace the current line of the terminal."""
-        # The class's method does not escape the sequence that clears the line.
+        # `sys.stderr.write` may be `_write_printable`, which would escape the codes `\r\033[K` that
+        # clear the line. The method of the class does not.
         type(sys.stderr).write(sys.stderr, f"\r\033[K{printable(line, one_line=True)}")
         sys.stderr.flush()

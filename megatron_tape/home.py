@@ -23,7 +23,7 @@ def expand_home(path: str) -> str:
     """
     if not path.startswith("~"):
         return path
-    # This function returns the path unchanged if it finds no home directory.
+    # `expanduser` returns the path unchanged if it finds no home directory.
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         fix = f"give the full path, or ./{path} for a file of that name"
@@ -51,7 +51,8 @@ def private_directory(name: str) -> str:
     another user, or others can write to it, each call creates a new one, called `name` with a
     random suffix.
     """
-    # Other users know the name, and could have created the directory or a link of that name first.
+    # Other users know the name, and could have created a directory or a link of that name first.
+    # It is used only if it is a directory of this user, to which no other user can write.
     path = Path(tempfile.gettempdir(), name)
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -73,7 +74,7 @@ def provide_caches() -> None:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["USER"] = str(os.getuid())  # torch's compiler asks for a name
-    # Without HF_HOME, Hugging Face's libraries use this directory.
+    # Without HF_HOME, Hugging Face's libraries use ~/.cache/huggingface.
     home = os.path.expanduser("~")
     hf_home = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
     variables = []
@@ -88,11 +89,11 @@ def provide_caches() -> None:
     if not moved:
         return
 
-    # The number of the user keeps apart the caches of several users of a node.
+    # The name contains the user's number, since several users of a node may need such a directory.
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
     for name in moved:
         os.environ[name] = os.path.join(directory, name.lower())
-    # A move of the cache of modules alone is not worth a message: it holds copies of small files.
+    # If only the cache of modules has moved, no message is shown: it holds copies of small files.
     if moved != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
         unwritable = hf_home if _is_writable(home) else home
         message = f"{unwritable} is not writable; the caches {', '.join(moved)} are in {directory}"

@@ -51,7 +51,7 @@ class PartialFile:
             raise FileError(str(self.path), "is a directory", "name a file to write")
 
         descriptor = _open_locked(self.partial_path, self.path, os.O_RDWR | os.O_CREAT)
-        # The file is emptied under the lock. Before, it could be the file of another writer.
+        # The file is emptied only now: without the lock, another writer could be using it.
         if not continues:
             os.ftruncate(descriptor, 0)
         self.file = os.fdopen(descriptor, "r+b")
@@ -72,8 +72,8 @@ class PartialFile:
     def leave(self) -> None:
         """Close the unfinished file and keep it for the next writer; does nothing after `publish`.
 
-        Call `sync` before, which raises OSError if the disk is full. This method does not, so
-        buffered data that the disk has no space for would be lost without an error.
+        Call `sync` before, which raises OSError if the disk is full. This method ignores such an
+        error, so buffered data that the disk has no space for would be lost silently.
         """
         with suppress(OSError):
             self.file.close()
@@ -81,7 +81,8 @@ class PartialFile:
     def discard(self) -> None:
         """Remove the unfinished file; does nothing after `publish` or `leave`."""
         if not self.file.closed:
-            # Remove the file while it is locked. Later, it could be the file of the next writer.
+            # Remove the file while it is locked. Once the lock is released, the next writer could
+            # be using it.
             self.partial_path.unlink(missing_ok=True)
             # Closing writes what is still buffered, which fails if the disk is full.
             with suppress(OSError):
@@ -127,8 +128,8 @@ def atomic_directory(
     """Yield an empty directory to write into, which is renamed to `path` only if the block
     succeeds.
 
-    Until then, it is called `path` + `.partial`. A directory of this name that a killed process
-    left behind is emptied first. The block must sync the files that it writes.
+    While the block runs, the directory is called `path` + `.partial`. A directory of this name that
+    a killed process left behind is emptied first. The block must sync the files that it writes.
 
     Args:
         path: the directory to write.
@@ -192,7 +193,9 @@ def _check_may_write(
     if check_replaceable is None:
         refuse_existing(path, fix=fix)
     elif path.is_dir() and not path.is_symlink():
-        # The old directory is renamed to this path, which may hold the only complete copy.
+        # `atomic_directory` renames the old directory to `path` + `.replaced`. If that exists, an
+        # earlier process was killed before it could remove it. It may be the only complete copy of
+        # its contents, so it is not overwritten.
         refuse_existing(f"{path}{REPLACED}", fix="an interrupted run has left it; remove it")
         check_replaceable(path)
     else:
@@ -235,7 +238,7 @@ def _output_named_in_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Without `strerror`, the message is a library's own text, which needs no file name.
+        # An OSError without `strerror` has a library's own text, to which no name is added.
         if error.strerror and error.filename is None:
             error.filename = str(path)
         raise
@@ -269,7 +272,7 @@ def hold_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in previous_handlers.items():
-            # `handler` is None if it was not set from Python. Python cannot set such a handler.
+            # `handler` is None if C code set it, and Python cannot set such a handler again.
             signal.signal(number, handler or signal.SIG_DFL)
         for received_number in received:
             signal.raise_signal(received_number)
@@ -375,7 +378,7 @@ def digest(
 INTERVALS = 15
 """Number of intervals between the blocks of a large file that `fingerprint` reads."""
 BLOCK_BYTES = 64 << 10
-"""Size of such a block."""
+"""Size of a block that `fingerprint` reads, 64 KiB."""
 
 
 def fingerprint(path: str | Path) -> str:
@@ -387,10 +390,11 @@ def fingerprint(path: str | Path) -> str:
     size = os.path.getsize(path)
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        if size <= INTERVALS << 18:  # 256 KiB each
+        if size <= INTERVALS << 18:  # 256 KiB per interval
             hasher.update(file.read())
         else:
-            # There is one more block than intervals, so the last block ends with the file.
+            # The blocks are at the ends of the intervals: the first block begins with the file, and
+            # the last one ends with it.
             for block in range(INTERVALS + 1):
                 file.seek((size - BLOCK_BYTES) * block // INTERVALS)
                 hasher.update(file.read(BLOCK_BYTES))

@@ -54,7 +54,7 @@ def read_yaml(path: str | Path, shape: Any) -> Any:
     """
     try:
         value = parse_yaml(read_small(path, 1 << 20), shape)
-        # YAML knows NaN and infinity, with which callers could not write JSON.
+        # Reject NaN and infinity, which YAML knows, since callers could not write them as JSON.
         json.dumps(value, allow_nan=False)
         return value
     except (TypeError, ValueError) as error:
@@ -144,7 +144,7 @@ def check_shape(value: Any, shape: Any, path: str = "") -> None:
         first = error.errors(include_url=False)[0]
         missing = first["type"] == "missing"
         where = path_of_error(value, first["loc"], path, missing) or "it"
-        # The input of such an error is the whole mapping that lacks the key.
+        # Do not show the error's input: for a missing key, it is the whole mapping that lacks it.
         if missing:
             raise ValueError(f"{where} is missing") from None
         kinds: dict[type, str] = {dict: "an object", list: "a list"}
@@ -169,7 +169,7 @@ def path_of_error(value: Any, loc: tuple[int | str, ...], path: str, missing: bo
             path = f"{path}[{part}]"
             value = value[part]
         elif isinstance(value, dict) and (part in value or (missing and index == len(loc) - 1)):
-            # An unknown key may be as long as the file.
+            # Only the beginning of the key: an unknown key may be as long as the file.
             path = f"{path}.{str(part)[:40]}".removeprefix(".")
             value = value.get(part)
     return path

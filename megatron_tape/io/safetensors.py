@@ -71,12 +71,12 @@ def write_safetensors(
         write(header)
         if tensors is None:
             tensors = announced.values()
-        # With `announced` first, `zip` takes no tensor beyond the last announced one. The iterator
-        # may continue with the tensors of the next file.
+        # `announced` comes first, so that `zip` takes no tensor beyond the last announced one. The
+        # iterator `tensors` may continue with the tensors of the next file.
         for (name, expected), tensor in zip(announced.items(), tensors):
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
-            # Other dtypes have the range of fp32, so they are not checked.
+            # Only fp16 has a smaller range than fp32, so other dtypes are not checked.
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
                 raise UserError(
                     name, "contains values beyond the range of fp16", "use bf16 or fp32"
@@ -87,7 +87,7 @@ def write_safetensors(
             places[name] = {"offset": file.tell(), "shape": list(tensor.shape)}
             write(flat.view(torch.uint8).numpy())
 
-        # `zip` ends without an error if there are too few tensors.
+        # If `tensors` has too few, `zip` ends without an error, and the file is too short.
         assert file.tell() == size, f"{path} lacks announced tensors"
         file.flush()
         os.fsync(file.fileno())

@@ -41,6 +41,7 @@ class _Loader(yaml.SafeLoader):
         which PyYAML would keep only the last value.
         """
         node = super().compose_mapping_node(anchor)
+        # The line of each key, counted from 1.
         lines = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -76,17 +77,20 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# `_FLOAT` matches 1e-3, which YAML 1.1 reads as text. Neither pattern matches 0x10 or 1:30, which
+# YAML 1.1 reads as numbers.
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
     r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 )
-# The dumper keeps its own resolvers too, so that it quotes whatever other parsers would convert.
+# The dumper keeps the resolvers of YAML 1.1 as well, so that it also quotes text that other parsers
+# would convert. The list has the first characters of numbers.
 for _class in (_Loader, _Dumper):
     for _tag, _pattern in (("tag:yaml.org,2002:int", _INT), ("tag:yaml.org,2002:float", _FLOAT)):
         _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-# YAML writes .inf and .nan, Python inf and nan.
+# Remove the dot of .inf and .nan, which Python's `float` reads as inf and nan.
 _Loader.add_constructor(
     "tag:yaml.org,2002:float",
     lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)),
@@ -117,7 +121,7 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     content = _read_bytes(path)
     try:
         loader = _Loader(content.decode())
-        # Nodes know their lines; the values that are constructed from them do not.
+        # Read the nodes first: they know their lines, the values constructed from them do not.
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(

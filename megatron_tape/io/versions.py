@@ -32,10 +32,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     if "torch" in installed:
         # The metadata of the wheels on PyPI leave out the build. torch's file `version.py` has it.
         # Running that file takes milliseconds, importing torch seconds.
-        torch = importlib.util.find_spec("torch")
-        installed["torch"] = runpy.run_path(f"{Path(torch.origin).parent}/version.py")[
-            "__version__"
-        ]
+        spec = importlib.util.find_spec("torch")
+        installed["torch"] = runpy.run_path(f"{Path(spec.origin).parent}/version.py")["__version__"]
     return installed
 
 
@@ -43,9 +41,10 @@ def cuda_build_fix() -> str:
     """Return how to replace torch's CPU build by the same version with CUDA, as the last clause of
     an error or a warning.
     """
-    # Without the build: the CPU build's version is such as 2.13.0+cpu.
+    # Remove the build: the version of a CPU build is such as 2.13.0+cpu.
     version = importlib.metadata.version("torch").partition("+")[0]
-    # The variable may point to an index of CPU builds. The constraint keeps the other packages.
+    # PIP_EXTRA_INDEX_URL may point to an index of CPU builds. `-c requirements.txt` keeps the
+    # versions of all other packages.
     return (
         "install the build with CUDA from pip's default index, without PIP_EXTRA_INDEX_URL: "
         f"pip install --force-reinstall -c requirements.txt torch=={version}"
@@ -84,8 +83,8 @@ def node_name() -> str:
 def commit() -> str | None:
     """Return the git commit of this code, or None if it is not in this project's repository."""
     git = ("git", "-C", str(ROOT))
-    # The package may be installed in an environment inside another repository, whose commit says
-    # nothing about this code. git lists the file only if the repository contains it.
+    # An installed package may be in an environment inside another repository, whose commit says
+    # nothing about this code. `git ls-files` prints the file only if it belongs to the repository.
     if not _output(*git, "ls-files", "megatron_tape/__init__.py"):
         return None
     return _output(*git, "describe", "--always", "--dirty", "--abbrev=12")

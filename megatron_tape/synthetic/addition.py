@@ -105,17 +105,17 @@ def _number(random: np.random.Generator, digits: int) -> np.ndarray:
 
 def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Add two numbers; arguments and result are 1-D arrays of digits, lowest first."""
-    # The sum may have one digit more.
+    # The sums of the digits of each place value. The result may have one digit more.
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
-    # From the lowest digit to the highest.
+    # Carry from the lowest digit to the highest.
     digits = []
     carry = 0
     for column in columns.tolist():
         carry, digit = divmod(column + carry, 10)
         digits.append(digit)
-    # The highest column is 0 unless the column below it carries.
+    # Remove the highest digit if it is 0, that is, if no 1 was carried into it.
     if digit == 0:
         digits.pop()
     return np.array(digits)

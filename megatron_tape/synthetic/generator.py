@@ -16,8 +16,8 @@ TRAINING, VALIDATION, EVALUATION = range(3)
 
 def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
     """Return the random generator of sample `index`, from 0, for a purpose such as TRAINING."""
-    # Drawing numbers increments the counter from its first word on. The index is in the third, so
-    # that no two samples share numbers.
+    # Drawing numbers increments the four-word counter from its first word on. The index is in the
+    # third word, which is never reached, so that no two samples share numbers.
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 

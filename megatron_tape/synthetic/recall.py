@@ -75,7 +75,8 @@ class Recall(Generator):
         """Draw a sequence of one of the lengths."""
         length = self.tokens
         if self.shortest is not None:
-            # The number of lengths `shortest` times 1, 2, 4, ... up to `tokens`.
+            # The number of lengths `shortest` times 1, 2, 4, ... up to `tokens`. The shift below
+            # multiplies `shortest` by one of these powers of 2.
             length_count = (self.tokens // self.shortest).bit_length()
             length = self.shortest << int(random.integers(length_count))
 
