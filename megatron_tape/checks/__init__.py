@@ -79,7 +79,8 @@ def check(
     # converted model, has no `state.json`.
     checkpoint = checked_start_checkpoint(config)
     state = None
-    # What the state records about the tokenizer and the data files: a `directories.Progress`.
+    # A `checkpoint.directories.Progress`: what the state records about the tokenizer and the data
+    # files. Empty if there is no state.
     progress: Any = {}
     if checkpoint is not None and (checkpoint / STATE).is_file():
         state = read_state(checkpoint)
@@ -89,8 +90,8 @@ def check(
             return
     check_same_data(config, progress.get("data", {}), checkpoint)
 
-    # A run keeps the tokenizer that it began with, which its checkpoints contain. Their record of
-    # the tokenizer is None in a new run.
+    # A run keeps the tokenizer that it began with, which its checkpoints contain. The record of
+    # this tokenizer is None if there is no checkpoint or no tokenizer.
     config = with_saved_tokenizer(config, checkpoint)
     tokenizer_record = progress.get("tokenizer")
     if starts_from_base(config):

@@ -162,9 +162,9 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
     if tensor_size == 1 or config.parallel.uses_sequence_parallel:
         return
 
-    # From here on, sequence parallelism is disabled although there are tensor-parallel ranks. This
-    # is an error in each of the cases below. The first: with context parallelism, `TokenLayout`
-    # shards the tokens over the tensor-parallel ranks, too, which is sequence parallelism.
+    # From here on, there are tensor-parallel ranks without sequence parallelism, which each of the
+    # following cases needs. With context parallelism, `TokenLayout` shards the tokens over the
+    # tensor-parallel ranks, too, which is sequence parallelism.
     if context_size > 1:
         raise ConfigError(
             (SEQUENCE, TENSOR, CONTEXT),

@@ -89,7 +89,7 @@ class AverageSettings:
         # `every`-th before it. Whether such a step skipped its update makes no difference.
         first_step = steps - (self.count - 1) * self.every
         averaged_before, remainder = divmod(step - first_step, self.every)
-        # Before the first of these steps, the number is negative. The average then equals the
+        # Before the first of these steps, `averaged_before` is negative, and the average equals the
         # current weights.
         if averaged_before < 0:
             return 1.0

@@ -98,7 +98,7 @@ def _attempt_seconds(attempt: AttemptRecord, ended: float, resumed_step: float) 
     kept_fraction = 0.0
     if last > first:
         kept_fraction = max(0, min(last, resumed_step) - first) / (last - first)
-    # KEPT has the time of all training steps so far. Move the part of the repeated steps.
+    # So far, seconds[KEPT] is the time of all steps. Move the part of the repeated ones.
     seconds[REPEATED] = (1 - kept_fraction) * seconds[KEPT]
     seconds[KEPT] *= kept_fraction
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))

@@ -91,8 +91,8 @@ class Watch:
         """The attempt that is watched, or None before `attach`."""
         self._rank = 0
         self._hang_timeout = longest_wait(hang_timeout)
-        """Seconds without progress after which this process exits: at least an hour during start-up.
-        None disables the timeout.
+        """Seconds without progress after which this process exits; None disables the timeout. It is
+        at least an hour before training.
         """
         self._training_hang_timeout = hang_timeout
         """`_hang_timeout` from `begin_training` on."""
