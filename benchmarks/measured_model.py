@@ -159,6 +159,7 @@ class MeasuredModel:
         self.backend = backend
         self.name = config.model.position_encoding
         dtype = dtype_of(config)
+        # Megatron's configuration does not contain the attention backend.
         settings = dataclasses.replace(config.model, attention_backend=backend)
         megatron_config = transformer_config(
             config.model,

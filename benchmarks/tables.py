@@ -46,13 +46,15 @@ def _timing_cell(timing: dict | None) -> str:
 def step_table(results: dict[str, dict]) -> Iterator[str]:
     """Yield the lines of a table of results of `benchmarks.train_step`, one row per model.
 
-    The keys of `results` are the first column. Results without models have no rows.
+    The keys of `results` are the first column. Results without models have no rows. `of_matmul` is
+    the share of the speed of a large matrix product, and `mfu_of_rope_flops` the MFU if only RoPE's
+    FLOPs are counted; both are None or absent if they are not known.
     """
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():
             memory = model["memory"]
-            # The baseline has no estimate.
+            # Transformers' Llama, which is measured as a baseline, has no estimate.
             peaks = [memory[key] for key in ("peak", "estimated_peak") if key in memory]
             cells = [
                 label,

@@ -142,8 +142,8 @@ def checked_chain_directories(arguments: list[str], scratch: str) -> list[str]:
     """Validate a run, its extension and the evaluation of the last model.
 
     `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Returns the directory of
-    the run and, if there is an extension, that of the extension. Raises ConfigError for invalid
-    settings.
+    the run and, if there is an extension, that of the extension. `scratch` is the parent directory
+    of runs without `logging.directory`. Raises ConfigError for invalid settings.
     """
     training, evaluation = _split(arguments, "--evaluate")
     pretraining, extension = _split(training, "--extend")

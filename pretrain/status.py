@@ -258,10 +258,10 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
     """
     if queue:
         return RunState("between attempts", f"the job is {queue.lower()}")
-    # Without a job, the run was interrupted by hand, with Ctrl-C.
+    # Probably by Ctrl-C. If Slurm does not answer, the run may also have been interrupted in a job.
     if last.outcome == INTERRUPTED and queue is None:
         return RunState("interrupted", "run the same command to continue")
-    # A signal to the job has stopped the run, such as that before its time limit.
+    # Slurm has sent the job a signal, for example because its time was nearly over.
     if last.outcome == INTERRUPTED or last.stop_reason:
         return RunState(
             "stopped",

@@ -65,8 +65,8 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
     files = read_record(path, Index)["files"]
     for name in files:
         tensor_rank = shard_of(name)
-        exists = (checkpoint / name).is_file()
-        if tensor_rank is None or tensor_rank >= tensor_size or not exists:
+        # Names that are not those of tensor files are not looked up: they may be too long.
+        if tensor_rank is None or tensor_rank >= tensor_size or not (checkpoint / name).is_file():
             raise CheckpointError(
                 path,
                 f"lists {name}, which is not a file of this checkpoint",

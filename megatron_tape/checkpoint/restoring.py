@@ -100,6 +100,7 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     read = Reader(checkpoint, engine.trained, engine.layout)
     # Imported checkpoints have no `frozen`.
     were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
+    # Before the first update, there are no moments that could be missing.
     if updates and were_frozen:
         raise CheckpointError(
             checkpoint.path,

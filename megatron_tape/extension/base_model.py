@@ -364,7 +364,7 @@ def _inherited(base: ModelConfig, encoding: str) -> dict:
     if encoding != base.position_encoding:
         del inherited["position_encoding"]
     if encoding in ENCODINGS and base.position_encoding in ENCODINGS[encoding].replaces:
-        # The new encoding has no positions in any layer.
+        # The new encoding, such as nope, has no positions in any layer.
         del inherited["layers_without_positions"]
     keys = _keys_of_position(encoding)
     position = inherited["position"].items()
@@ -424,8 +424,9 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
         if name != base_encoding
         and (encoding.starts_as == base_encoding or base_encoding in encoding.replaces)
     ]
-    # `changeable` are the settings that the message lists. `may_differ` also contains those that
-    # differ only because this extension changes the encoding or imports the model.
+    # `changeable` are the settings that the message lists, such as those of RoPE's scaling. Only
+    # differences outside of `may_differ` are refused. It also contains settings that differ because
+    # this extension changes the encoding or imports the model.
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
@@ -441,7 +442,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
         changeable.discard("position.increments")
         may_differ.discard("position.increments")
     if base_encoding in ENCODINGS[new_encoding].replaces:
-        # The new encoding has no positions in any layer.
+        # The new encoding, such as nope, has no positions in any layer.
         may_differ.add("layers_without_positions")
     if base.state is None and model.vocab_size >= base.model.vocab_size:
         may_differ.add("vocab_size")  # an import adds the missing rows
@@ -552,6 +553,8 @@ def _check_not_replaced(position: Any, base: Base) -> None:
     base_position = base.model.position
     scaling = _scaling_of(base.model)
 
+    # A larger `rope_theta` or factor continues the scaling of the base model for longer contexts. A
+    # smaller one undoes it. `rope_share` decides how many frequencies rotate at all.
     replaced = []
     if position.rope_share != base_position.rope_share:
         replaced.append("rope_share")

@@ -178,7 +178,8 @@ def average_and_scatter(
 def _wait(
     handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting
 ) -> None:
-    """Wait for the all-gather of several parameters, and set their `data` to the whole weights.
+    """Wait for the all-gather of several parameters, within the context of `waiting`, and set their
+    `data` to the whole weights.
 
     Replaces the method `wait` of the handle, whose argument `handle_dependency` is not used.
     """

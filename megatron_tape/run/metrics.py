@@ -295,7 +295,7 @@ class _RecordFile:
 class Row(TypedDict):
     """The key that every row of `metrics.jsonl` has."""
 
-    step: float
+    step: int
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:

@@ -193,6 +193,7 @@ class ComparisonPlan:
         for run in self.runs:
             if not run.result.is_file():
                 continue
+            # Read here only to see whether it is readable: the errors of `add_runs` are not caught.
             try:
                 comparison_file.read_comparison(run.result)
             except (ValueError, OSError) as error:

@@ -444,7 +444,9 @@ def wrong_kernel(monkeypatch):
 def test_the_automatic_backend_falls_back_to_torch_only_if_allowed(
     run, wrong_kernel, monkeypatch, capfd
 ):
-    monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
+    monkeypatch.setattr(
+        backend, "backend_choice", lambda *_, **__: Choice("triton", "as this test says")
+    )
     short = ("--train.steps=1", "--train.eval_interval=0", "--schedule.warmup_steps=0")
     short += ("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1")
     assert run(*short) == 2

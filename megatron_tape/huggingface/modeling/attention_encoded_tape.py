@@ -129,7 +129,7 @@ def attend_with_scores(
         averages = (weights.view(B, G, -1, num_keys) @ v[:, :, :num_keys]).view(B, H, r, -1)
         if not with_weights:
             return averages, None
-        return averages, F.pad(weights, (0, T - num_keys))
+        return averages, weights
 
     outputs = []
     # Attention weights of all queries have S x T elements anyway.
