@@ -48,7 +48,9 @@ class _Failure(NamedTuple):
     error here.
     """
     replaceable: bool = False
-    """Whether `auto` may try another backend. True if another library's kernels failed."""
+    """Whether `auto` may try another backend: only if the kernels that failed are another
+    library's, not this project's.
+    """
 
 
 @dataclass(frozen=True)
@@ -156,14 +158,16 @@ def verified_backend(
         chosen = backend_choice(model_config, dtype, device, shifted_sparse, packed, without=failed)
         backend = chosen.backend
         is_library = backend in LIBRARIES
+        # Whether this rank compares the backend's kernels with plain torch.
         checked = backend in _COMPILED or (device.type == "cuda" and is_library)
-        # All ranks must enter `first_on_node`, also those whose GPU model led to a backend that
-        # needs no check.
+        # `first_on_node` contains barriers. If any rank has kernels to compare, all ranks enter it,
+        # also those whose GPU model led to a backend that needs no check.
         mismatch = None
         if layout.any_rank(checked):
             with layout.first_on_node():
-                # Shifted sparse attention passes its segments to the kernels as packed documents.
                 if checked:
+                    # Shifted sparse attention passes its segments to the kernels as packed
+                    # documents.
                     mismatch = backend_fails(
                         backend,
                         shapes,
@@ -177,7 +181,7 @@ def verified_backend(
         if mismatch is not None:
             problem = f"is {backend}, which {mismatch}"
             inexact = backend
-        # All backends that follow a slow one in the table are even slower.
+        # A slow backend is not replaced: all that follow it in the table are even slower.
         replaceable = auto and is_library and not chosen.slow
         # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact, replaceable)
@@ -200,11 +204,12 @@ def verified_backend(
             error.problem,
         )
         plain = [name for name in _PLAIN if name not in failed]
-        # If an encoding changes the scores, the backend torch would materialize all S x S of them.
-        # These encodings are the ones that our Triton kernel does not support.
+        # The backend torch materializes all S x S scores of encodings that change scores, such as
+        # by a bias. These are the encodings that this project's Triton kernel does not support.
         if lacks("triton", encoding_of(model_config).needs):
             plain.remove("torch")
         chosen = Choice(plain[0], "as train.allow_slow_attention allows")
+        # The fallback was not compared with anything, so the log must not say that it agrees.
         checked = False
         break
 
@@ -222,7 +227,8 @@ def _gather_failures(
 ) -> list[_Failure]:
     """Return the failures of all ranks. All ranks call this together.
 
-    The arguments are the fields of this rank's `_Failure`; with None for `problem`, it has none.
+    The arguments are the fields of this rank's `_Failure`. If `problem` is None, this rank has not
+    failed.
     """
     failure = None
     if problem is not None:
@@ -260,8 +266,8 @@ def _error_of(
     world_size: int,
     auto: bool,
 ) -> UserError:
-    """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of those that
-    did.
+    """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of the ranks
+    that failed.
     """
     node, rank, problem, *_ = failures[0]
     ranks = f"rank {rank}"
@@ -279,7 +285,7 @@ def _error_of(
             f"{problem} ({ranks}, {node})",
             f"fix this, or choose another backend{fallback}",
         )
-    # On some ranks only: the cause is the node, not the settings.
+    # If only some ranks failed, the cause is their nodes, not the settings.
     return NodeError(
         tuple(dict.fromkeys(failure.node for failure in failures)),
         f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend"
@@ -309,13 +315,16 @@ def verified_kernels(
 
     size = layout.tensor_parallel_size
     shapes = kernel_shapes(model_config, size, layout.context_parallel_size)
-    # 64 is a supported head dimension, which does not matter for these kernels.
+    # Why Triton cannot run here, or None. The head dimension does not matter for these kernels; 64
+    # is one that passes the check.
     without_triton = unsupported("triton", device, dtype, 64)
+    # Whether this raises an error if the position update's kernel fails.
     required = model_config.attention_backend in ("auto", "triton") and not allow_slow
     ffn_width = model_config.ffn_hidden_size // size
     vocabulary = model_config.vocab_size // size
 
-    # Functions, since a check's inputs take memory.
+    # For each kernel, a function that returns its checks by name. The inputs of the checks take
+    # memory, so they are created only when the kernel is checked.
     checks = {"swiglu": lambda: {"swiglu": swiglu_check(ffn_width, dtype, device)}}
     if shapes.averages:
         checks["position_update"] = lambda: update_checks(shapes, dtype, device)
@@ -339,7 +348,7 @@ def verified_kernels(
             logger.info("the fused %s agrees with plain torch here", name.replace("_", " "))
             continue
 
-        # Plain torch is slower than the kernel of the update, so that users must allow it.
+        # Without the position update's kernel, training would be slower; users must allow that.
         wrong = [failure for failure in failures if failure.inexact]
         if wrong and name == "position_update" and required:
             # `_error_of` reports the first failure.

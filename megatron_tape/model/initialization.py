@@ -127,7 +127,8 @@ def initialize_weights(
     for name, parameter in model.named_parameters():
         if names is None or name in names:
             initial = initials[name]
-            # Under ZeRO 3 this is a part of the flattened shard, which begins at index `first`.
+            # `memory` holds elements of the flattened shard from index `first` on: all of them, or
+            # under ZeRO 3 this rank's part.
             memory, first = local_storage(parameter)
             rows, columns = _shard_ranges(initial.shape, parameter, rank, size)
             key = philox.key_of(seed, seed_name(name))

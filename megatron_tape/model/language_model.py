@@ -116,7 +116,8 @@ class LanguageModel(torch.nn.Module):
             model_config, self.dtype, torch.device(device), shifted_sparse
         )
         """The attention backend for `device`, where the caller must place the parameters."""
-        # Triton works here if it is the chosen attention backend.
+        # By default, use the position update's Triton kernel only where Triton is known to work:
+        # where it is the chosen attention backend.
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
@@ -128,11 +129,14 @@ class LanguageModel(torch.nn.Module):
         """Whether this model chunk begins with the embedding."""
         self.is_last = layers.stop == model_config.num_layers
         """Whether this model chunk ends with the output layer."""
-        # A state that follows from positions alone is not sent, but computed again.
+        # `sends_state` tells whether the state that enters a layer depends on parameters. If it
+        # does not, the chunk that begins with the layer computes it again from the positions.
         self._receives_state = self.encoding.sends_state(layers.start)
+        """Whether this model chunk's input contains the position state."""
         self._sends_state = not self.is_last and self.encoding.sends_state(layers.stop)
+        """Whether this model chunk's output contains the position state."""
 
-        # Without memory: under ZeRO 3 a rank cannot hold all parameters.
+        # The meta device takes no memory: under ZeRO 3 a rank cannot hold all parameters.
         with torch.device("meta"):
             if self.is_first:
                 self.embedding = VocabParallelEmbedding(
@@ -170,10 +174,12 @@ class LanguageModel(torch.nn.Module):
         to `forward`.
         """
 
-        # The layout can only slice tensors, so it slices the indices of all groups.
+        # `local_heads` selects this rank's part of a tensor with one element for each group. From
+        # the indices of all groups it selects those of this rank's groups.
         groups_of_model = torch.arange(model_config.query_groups, device="cpu")
         own_groups = self.token_layout.local_heads(groups_of_model).tolist()
         self._unshifted_groups = unshifted_groups(model_config.query_groups, own_groups)
+        """Number of this rank's key/value groups that shifted sparse attention does not shift."""
 
     def forward(
         self,
@@ -195,7 +201,8 @@ class LanguageModel(torch.nn.Module):
         Every rank passes whole sequences; S must be a multiple of `token_layout.sequence_shards`.
         Tokens attend only to tokens with the same number in `documents` (B, S). `positions` (S,)
         are the positions of the tokens in a sequence. Default: those that the encoding uses outside
-        training, 0, 1, ... unless it defines others (`PositionEncoding.token_positions`).
+        training. These are 0, 1, ... unless the encoding defines others
+        (`PositionEncoding.token_positions`).
         """
         if positions is None:
             positions = self.token_positions(tokens)
@@ -225,7 +232,8 @@ class LanguageModel(torch.nn.Module):
         for layer in self.layers.values():
             run_layer = partial(layer, packing=attention_packing, recorder=recorder)
             if recomputes:
-                # False: every tensor-parallel rank keeps the whole input of the layer.
+                # False, for `distribute_saved_activations`: every tensor-parallel rank keeps the
+                # whole input of the layer.
                 hidden_states, state = checkpoint(run_layer, False, hidden_states, state)
             else:
                 hidden_states, state = run_layer(hidden_states, state)
@@ -277,7 +285,8 @@ class LanguageModel(torch.nn.Module):
         if not self._receives_state:
             return received, self.encoding.initial_state(positions_SB, self.dtype)
 
-        # The shape of the state is not sent, but follows from that of the tensor.
+        # Only one tensor is sent. Its numbers of tokens and sequences determine the shape of the
+        # state in it.
         tokens, batch, _ = received.shape
         shape, dtype = self.encoding.sent_state(self._first_layer, tokens, batch, self.dtype)
         return unpack(received, self.model_config.hidden_size, shape, dtype)
@@ -290,7 +299,7 @@ class LanguageModel(torch.nn.Module):
         """
         width = self.model_config.hidden_size
         if self.encoding.sends_state(layer):
-            # Of one token of one sequence.
+            # The shape of the state of one token of one sequence.
             shape, dtype = self.encoding.sent_state(layer, tokens=1, batch=1, dtype=self.dtype)
             width += packed_width(shape, dtype, tokens=1, dtype=self.dtype)
         return width

@@ -41,7 +41,7 @@ from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, PositionInputs
 from megatron_tape.position.encoding import NO_CACHE
 
-# Before any module of Megatron is built.
+# These patches must be applied before any module of Megatron is built.
 megatron_patches.split_qkv_with_torch()
 megatron_patches.reduce_tensors_of_any_strides()
 
@@ -247,8 +247,9 @@ class LayerEncoding(Module):
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
-        # `_with_summed_gradient` sums over these ranks. With sequence parallelism no sum is needed:
-        # each rank has the whole gradient of its own tokens.
+        """Whether the state that this layer uses depends on parameters."""
+        # `_with_summed_gradient` sums over the ranks of this group. With sequence parallelism no
+        # sum is needed: each rank has the whole gradient of its own tokens.
         self._group = None if config.sequence_parallel else encoding.token_layout.model_group
 
     def enter(
@@ -260,8 +261,8 @@ class LayerEncoding(Module):
         input.
         """
         if state is not None and not self._learned:
-            # Under activation checkpointing, the inputs of all layers require gradients. A state
-            # that depends on no parameter is detached, to save the computation of its gradient.
+            # Under activation checkpointing, all outputs of a layer require gradients, also a state
+            # that depends on no parameter. Detaching it saves the computation of its gradient.
             state = state.detach()
         hidden_states = self._with_summed_gradient(hidden_states)
         parameters = self._attention_parameters()
@@ -337,6 +338,8 @@ class PositionTransformerLayer(Module):
 
     Args:
         config: the settings of `model` for Megatron.
+        groups: the process groups of Megatron's layout.
+        encoding: the positional encoding, one object for all layers.
         layer: index of the layer in the whole model, from 0.
         backend: attention backend, one of `ops.backends.BACKENDS`.
         fused_swiglu: use the Triton kernel of the MLP's activation.

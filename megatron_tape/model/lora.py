@@ -85,8 +85,10 @@ class Lora(nn.Module):
         self.scale = scale
         self.token_layout = token_layout
         self.group_heads = model_config.num_attention_heads // model_config.query_groups
+        """Query heads per key/value group."""
         self.head_dim = model_config.head_dim
         self.local_groups = model_config.query_groups // token_layout.model_group.size()
+        """Key/value groups of this tensor-parallel rank."""
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
             dim = factor.partition_dim
@@ -140,13 +142,14 @@ class QKVLora(Lora):
         """Return B of all targets as one matrix (X, n r), its rows in Megatron's order: by group,
         then q, k, v.
         """
+        # All B have the same rank, dtype and device.
         some_b = getattr(self, f"{targets[0]}_B")
         rank = some_b.shape[1]
         blocks = []
         for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
             if target in targets:
                 block = getattr(self, f"{target}_B").unflatten(0, (self.local_groups, -1))
-                # Zeros for the columns of the other targets' A.
+                # The columns that multiply the results of the other targets' A are zero.
                 before = targets.index(target)
                 after = len(targets) - 1 - before
                 blocks.append(F.pad(block, (before * rank, after * rank)))

@@ -61,6 +61,7 @@ _EARLIER = {
 3.
 """
 _CURRENT = {earlier: name for name, earlier in _EARLIER.items()}
+"""The inverse of `_EARLIER`."""
 _FORMAT_3 = "gpt."
 """Prefix of all names in checkpoints of format 3."""
 
@@ -100,8 +101,8 @@ def hugging_face_name(layer: int | None, suffix: str) -> str:
 def seed_name(name: str) -> str:
     """Return the name by which a parameter's initial values are drawn (see `model.initialization`).
 
-    It is the parameter's name in format 3 of checkpoints, so that a seed still gives the same
-    values.
+    It is the parameter's name in checkpoints of format 3, so that a seed still gives the values
+    that it gave then.
     """
     if name in _EARLIER:
         return _EARLIER[name]
@@ -127,7 +128,7 @@ def kind_of(name: str) -> str:
         return "embeddings"
     if name == OUTPUT:
         return "output"
-    # Before the kinds of matrices and biases, whose names these parameters may also contain.
+    # Encodings and LoRA come first: the tests below would count their parameters as matrices.
     if f".{POSITION}" in name:
         return "position"
     if ".lora." in name:

@@ -24,6 +24,7 @@ class OutputLayer(ColumnParallelLinear):
 
     Args:
         config: the settings of `model` for Megatron.
+        groups: the process groups of Megatron's layout.
         fused: compute the loss with Liger's kernels.
         z_loss: coefficient of the z-loss. In training, its gradient is added to that of the loss.
     """
@@ -49,6 +50,7 @@ class OutputLayer(ColumnParallelLinear):
         self.fused = fused
         self.z_loss = z_loss
         self._z_loss_sum: Tensor | float = 0.0
+        """Sum of the z-losses since the last call of `take_z_loss`."""
 
     def take_z_loss(self) -> Tensor | float:
         """Return the sum of the z-losses of all forward passes with gradients since the last
@@ -76,7 +78,7 @@ class OutputLayer(ColumnParallelLinear):
             return logits_SBV.transpose(0, 1).contiguous()
 
         weight = self.weight if tied_weight is None else tied_weight
-        # In evaluation, the z-loss would only mix with the logged sum of training.
+        # Evaluation (without gradients) computes no z-loss: the logged sum is that of training.
         coefficient = self.z_loss if torch.is_grad_enabled() else 0.0
         loss, losses_BS, z_loss = linear_cross_entropy(
             hidden_states,

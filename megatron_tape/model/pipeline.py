@@ -49,7 +49,7 @@ class Pipeline(nn.Module):
         self.attention_backend = first.attention_backend
 
         # Megatron derives the shape of sent tensors from `hidden_size`. All model chunks except the
-        # first receive tensors of the same shape.
+        # first receive tensors of the same width, that of the input of layer 1.
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
         self._config.pipeline_model_parallel_size = groups.pp.size()
@@ -58,11 +58,12 @@ class Pipeline(nn.Module):
         is_virtual = len(model_chunks) > 1
         virtual_size = len(model_chunks) if is_virtual else None
         self._config.virtual_pipeline_model_parallel_size = virtual_size
-        # Two stages can be neighbors in both directions; batched sends would then mix up their
-        # tensors.
+        # If two stages have virtual stages, each sends outputs to the other; batched sends would
+        # then mix up their tensors.
         self._config.overlap_p2p_comm = is_virtual
         self._config.batch_p2p_comm = not is_virtual
-        self._config.batch_p2p_sync = False  # a workaround for a bug of old versions of torch
+        # The synchronization is only a workaround for a bug of old versions of torch.
+        self._config.batch_p2p_sync = False
         # With virtual stages, sends overlap with computation: an output might be freed too early.
         self._config.deallocate_pipeline_outputs = not is_virtual
         # Megatron's schedules read these attributes of a chunk.
@@ -161,6 +162,7 @@ class Pipeline(nn.Module):
             len(tokens),
             self._config.hidden_size,
         ]
+        # The first chunk receives None, and the last chunk sends nothing.
         for chunk in self.model_chunks:
             chunk.set_input_tensor([self._communicator.recv_forward(shape, chunk.is_first)])
             result = chunk(tokens, labels, **settings)
@@ -208,9 +210,14 @@ class TiedWeight:
     def __init__(self, pipeline: Pipeline):
         self._pipeline = pipeline
         self._group = pipeline.groups.embd
+        """The first and the last pipeline stage."""
         self.trained = False
         self.weight: Tensor | None = None
+        """The parameter in the first stage, its copy in the last one, and None in other stages."""
         self._gradient: Tensor | None = None
+        """Sum of the copy's gradients over the micro-batches of a step, in fp32; None before the
+        first micro-batch.
+        """
 
     @property
     def shape(self) -> tuple[int, int]:

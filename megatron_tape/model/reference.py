@@ -68,6 +68,7 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     if config.rope_scaling_type == "linear":
         return scaled
 
+    # `unscaled` is the weight of the unscaled frequency, from 0 to 1.
     turns = config.rope_original_seq_length * frequencies / (2 * torch.pi)
     if config.rope_scaling_type == "llama3":
         low = config.rope_low_freq_factor
@@ -180,9 +181,11 @@ def forward(
 
     # Layers are numbered from 0; the first number without weights ends the loop.
     layer = 0
-    while (name := f"model.layers.{layer}.") + "input_layernorm.weight" in weights:
+    while (prefix := f"model.layers.{layer}.") + "input_layernorm.weight" in weights:
         w = {
-            key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)
+            name.removeprefix(prefix): weight
+            for name, weight in weights.items()
+            if name.startswith(prefix)
         }
 
         # Attention.

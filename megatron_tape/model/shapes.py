@@ -127,8 +127,10 @@ def sharded_shapes(
     for index in range(model_config.num_layers):
         for name, shape in layer.items():
             shapes[layer_name(index, name)] = shape
-        for name, p in encoding_of(model_config).parameters(index).items():
-            shapes[layer_name(index, POSITION + name)] = ParameterShape(p.shape, p.partition_dim)
+        for name, declared in encoding_of(model_config).parameters(index).items():
+            shapes[layer_name(index, POSITION + name)] = ParameterShape(
+                declared.shape, declared.partition_dim
+            )
     shapes[NORM] = ParameterShape((C,))
     if not model_config.tie_embeddings:
         shapes[OUTPUT] = ParameterShape((model_config.vocab_size, C), 0)

@@ -68,6 +68,7 @@ def validate_model(model: ModelConfig) -> None:
                 "choose another backend, or auto",
             )
 
+    # With a number n, every n-th layer has no positions.
     every = model.layers_without_positions
     if every is not None and not encoding.needs:
         raise ConfigError(

@@ -27,6 +27,9 @@ from megatron_tape.model.shapes import is_diagonal, lora_factors
 from megatron_tape.parallel.partitions import is_sharded
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
+"""The model's names of LoRA factors without the layer prefix, such as
+`self_attention.linear_qkv.lora.q_A` for factor A of q.
+"""
 
 
 def to_megatron(
@@ -78,6 +81,7 @@ def from_megatron(
     if match := FUSED.fullmatch(suffix):
         D = model_config.head_dim
         G = model_config.query_groups
+        # The rows of one group's queries, key and value.
         sizes = [model_config.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
         weights = {}
@@ -128,7 +132,8 @@ def shard(
     """
     if size == 1 or not is_sharded(parameter):
         return whole
-    # A fused matrix is cut into `stride` pieces per rank, so that each rank has a part of both.
+    # The fused matrix of gate and up has stride 2: it is cut into two pieces per rank, so that each
+    # rank has a part of both. Other parameters have stride 1.
     dim = parameter.partition_dim
     stride = parameter.partition_stride
     pieces = whole.chunk(size * stride, dim=dim)
