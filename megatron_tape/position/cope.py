@@ -67,7 +67,8 @@ def _rescored(scores_BHrt, q_BHrD, k, seen, tokens, table):
     (B, H, r, t).
 
     `scores_BHrt` are the products of queries and keys, divided by sqrt(D). `seen` (B or 1, 1, r, t)
-    is True where a query may attend to a key. `table` (p, D) holds the embeddings.
+    is True where a query may attend to a key. `table` (p, D) holds the embeddings. `k` and `tokens`
+    are arguments of every such function (see `Rescore`), which CoPE does not use.
     """
     from megatron_tape.ops.contextual import add_contextual_positions
 

@@ -180,7 +180,9 @@ class TokenCache:
 
 NO_CACHE = TokenCache()
 FROM_POSITIONS = ("embedding", "initial_state", "token_positions")
-"""Methods that return or receive absolute positions."""
+"""Methods that return or receive absolute positions. A class that overrides one of them must set
+`restarts_in_documents`.
+"""
 
 
 class PositionEncoding:
@@ -243,6 +245,7 @@ class PositionEncoding:
         self.token_layout = token_layout
         self.fused = fused
         self._constants: dict[str, Tensor] = {}
+        """The results of `constant` by name."""
 
     # Helpers for encodings and the model; not to be overridden.
 
@@ -280,7 +283,8 @@ class PositionEncoding:
 
         constant = self._constants.get(name)
         if constant is None or constant.device != device:
-            # Not an inference tensor: autograd could not use it if training follows.
+            # Created outside inference mode, since training may follow: autograd cannot use tensors
+            # that were created in it.
             with torch.inference_mode(False):
                 constant = make().to(device)
             # Tensors created during torch.export are invalid afterwards. Older versions of torch

@@ -74,7 +74,8 @@ class FirePosition(PositionEncoding):
 
         from megatron_tape.ops.bias import Bias
 
-        # The parameters have the shapes and the order of `parameters`, h heads of this rank.
+        # From `log_scale` on, the arguments are the parameters that `parameters` returns, in its
+        # order; `down_hW` has only the h heads of this rank.
         def tile(
             rows,
             columns,

@@ -99,8 +99,8 @@ class PathPosition(PositionEncoding):
         other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
         queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
 
-        # Bytes. The results of the closed form are [K; W], U and [K^T | I] - W^T U. The last two
-        # have (C + D)^2 elements together.
+        # Bytes. The results of the closed form for a block of keys are [K; W], U and
+        # [K^T | I] - W^T U. The last two have (BLOCK + D)^2 elements together.
         local_groups = batch.groups_per_rank(groups)
         sequences = batch.tokens // model.seq_length
         blocks = sequences * -(-model.seq_length // BLOCK) * local_groups
@@ -162,6 +162,7 @@ def short_convolution(x_TBGD, positions_TB, weight_GDK):
     total = x_TBGD * weight_GDK[..., -1]
     count = len(x_TBGD)
     for back in range(1, weight_GDK.shape[-1]):
+        # Shift all tokens by `back`, so that `earlier[t]` is token t - back, or 0 if there is none.
         # Tokens are the first axis, which is the last pair in `pad`.
         earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
         same_document = (positions_TB >= back)[:, :, None, None]

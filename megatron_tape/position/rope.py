@@ -312,7 +312,8 @@ class RotaryPosition(PositionEncoding):
         settings = self.settings
         factor = settings.rope_scaling_factor
         dim = self.model.head_dim
-        # Here and below, in transformers' order of operations, so that results are bitwise equal.
+        # These and the following formulas compute in transformers' order of operations, so that
+        # results are bitwise equal.
         inverse_frequencies = settings.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
         frequencies = 1.0 / inverse_frequencies
         if settings.rope_scaling_type == "linear":

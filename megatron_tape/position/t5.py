@@ -95,8 +95,10 @@ class T5Position(PositionEncoding):
         import torch
 
         buckets = self.settings.t5_num_buckets
+        # Distances below `exact` have a bucket each.
         exact = buckets // 2
-        # In T5's order of operations, since rounding decides at bucket boundaries.
+        # Computed in T5's order of operations: at the boundary of two buckets, rounding decides
+        # which of them a distance belongs to.
         logarithms = torch.log(distances.clamp(min=1).float() / exact)
         scaled = logarithms / math.log(self.settings.t5_max_distance / exact)
         logarithmic = exact + (scaled * (buckets - exact)).long()

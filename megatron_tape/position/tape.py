@@ -67,8 +67,10 @@ class TapePosition(RotaryPosition):
 
     def __init__(self, model, token_layout=None, fused=False):
         super().__init__(model, token_layout, fused)
-        # Chosen on the first use, as declarations need no torch.
         self._update = None
+        """The result of `update_function`. It is None until the first call, since the function
+        needs torch, which declarations do not import.
+        """
 
     @property
     def exports_to(self) -> str | None:
@@ -148,8 +150,8 @@ class TapePosition(RotaryPosition):
         }
 
     def costs(self, layer, batch):
-        """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming
-        M, applying M).
+        """Return the costs: averaging the state, token mixing, and the position MLP: its gate, and
+        forming and applying the matrix M of each token (see `ops.position_update`).
 
         Saved for the backward pass: the gate and its input, the state, and averages received from
         other ranks. The state costs nothing if attention saves the same tensor: it does unless all
@@ -163,11 +165,14 @@ class TapePosition(RotaryPosition):
         """
         model = self.model
         width = batch.width
+        # Elements per token of the averages, which query heads have, and of the state.
         averages_size = model.num_attention_heads * model.head_dim
         state_size = model.query_groups * model.head_dim
         inner = self.mlp_width
         tokens = batch.local_tokens
         sharded = batch.head_shards > 1
+        # Multiply-adds per token, bytes saved, and bytes sent in the forward and again in the
+        # backward pass.
         products = saved = sent = 0
 
         # The state on its way to attention; shared phases are sent once for all sequences.
