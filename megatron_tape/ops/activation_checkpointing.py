@@ -35,8 +35,10 @@ class AttentionRecorder:
     """
 
     def __init__(self):
-        # A queue for each layer, since shifted sparse attention calls attention twice in a layer.
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
+        """For each layer, the recorded calls that are not yet replayed, the oldest first. Shifted
+        sparse attention calls attention twice in a layer.
+        """
 
     def run(
         self,
@@ -72,8 +74,10 @@ class _RecordedCall:
     """
 
     def __init__(self, function: AttentionFunction, tensors: tuple[Tensor | None, ...]):
-        # `_pack` recognizes the inputs among the tensors that attention saves.
         self._inputs = tensors
+        """During the first run the inputs of attention, which `_pack` recognizes among the tensors
+        that attention saves; in the backward pass the recomputed inputs; otherwise empty.
+        """
         self.gradients: tuple[Tensor | None, ...] = ()
         """Gradients of the inputs, which the graph sets as its last step."""
         weak_call = ref(self)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 NEAR = 256
-"""Maximum number of queries in a tile that may omit constants per query from its bias. Softmax
-cancels constants per query. Without them, the biases of larger tiles would be so large that scores
-lose precision."""
+"""Largest number of queries in a tile whose bias may omit a constant for each query. Softmax
+cancels such constants. Larger tiles must include them, since the rest of the bias would be so large
+that scores lose precision."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Bias:
     left_out: Callable[..., Tensor] | None = None
     """Optional; `left_out(rows, *tensors)` returns the constants per query, (B or 1, H or 1, rows),
     that tiles of at most `NEAR` queries omit. They do not change attention's outputs, but they have
-    a gradient: the sum of a query's score gradients. This sum is zero in exact arithmetic. With
-    rounded outputs it is not, and without the constants the rest would reach other tokens."""
+    a gradient: the sum of a query's score gradients. This sum is zero in exact arithmetic, but not
+    with rounded outputs. Without it, the rounding errors would add up in the gradients of other
+    tokens."""
 
     def in_float32(self) -> "Bias":
         """Return a copy whose tensors are in at least float32."""
@@ -68,7 +69,7 @@ class Bias:
             k: Tensor,
             *tensors: Tensor,
         ) -> Tensor:
-            """Return the bias of one pair; `h` counts these heads."""
+            """Return the bias of one pair; `h` counts from the first of these heads."""
             return all_heads.score(b, h + heads.start, q, k, *tensors)
 
         def left_out(rows: slice, *tensors: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def scores_through_reflections(
     B, _, r, D = q_BHrD.shape
     C = BLOCK
     first = tokens.start
-    # Blocks up to the last query, rounded up.
+    # The number of blocks up to that of the last query, rounded up.
     count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
@@ -128,7 +128,8 @@ def scores_through_reflections(
     queries = q_ArRD.reshape(len(q_ArRD), r * R, D)
     # The queries after block j, transformed to its end; none after the last block.
     later = queries[:, r * R :]
-    # By `unbind`, since the gradient of every index would be as large as the whole tensor.
+    # Blocks are separated by `unbind`: indexing one block at a time would create a gradient as
+    # large as the whole tensor for each of them.
     keys_and_w, U, at_end = (x[:count].unbind() for x in (keys_and_w, U, at_end))
     scores_of_blocks = []
 

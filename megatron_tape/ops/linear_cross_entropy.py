@@ -156,6 +156,7 @@ class _ChunkedLoss:
             self._factors = factors_N
 
         self._kernels = None
+        """The module `ops.kernels.liger`, or None to compute in plain torch."""
         if fused:
             # Imported here, since liger-kernel is an optional package.
             from megatron_tape.ops.kernels import liger
@@ -169,7 +170,9 @@ class _ChunkedLoss:
         self._rows = rows.masked_fill(self._in_other_shard, 0)
 
         self._z_factor = z_loss
+        """The coefficient of the z-loss."""
         self.z_loss = torch.zeros((), dtype=dtype, device=hidden_NC.device)
+        """The z-loss of all chunks so far."""
 
     def run(
         self, needs_d_hidden: bool, needs_d_weight: bool

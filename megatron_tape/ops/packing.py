@@ -78,6 +78,7 @@ class Packing:
     bounds_2BT: Tensor
     """The result of `document_bounds`."""
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
+    """The results of `cached` by key."""
 
     @classmethod
     def of(cls, documents_BT: Tensor) -> "Packing":
@@ -123,11 +124,11 @@ class Packing:
 
             # Token t of sequence b has the index b * T + t among all keys and, if it is a query,
             # the index b * S + t - (T - S) among all queries. Documents that end before the first
-            # query have none.
+            # query contain no queries.
             queries_before = (cu_seqlens_k % T - (T - S)).clamp(min=0)
             cu_seqlens_q = cu_seqlens_k // T * S + queries_before
 
-            # One copy of both numbers to the host.
+            # Both numbers are copied to the host at once, since each copy blocks it.
             longest = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()])
             return cu_seqlens_q.int(), cu_seqlens_k.int(), *longest.tolist()
 

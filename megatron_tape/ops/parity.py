@@ -41,6 +41,7 @@ PACKED = " of packed documents"
 
 Outputs = Sequence[Tensor | None]
 Function = Callable[..., Outputs]
+"""A function to check, from tensors to its outputs; an output that it does not have is None."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def deviations(
         """Return the outputs and the gradients of `inputs`, in float64."""
         leaves = [x.detach().requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
-        # The same random gradients in every run: rounded to `dtype`, whatever the outputs' dtype.
+        # The three calls of this function have outputs of different dtypes, but get the same random
+        # gradients, rounded to `dtype`.
         generator = torch.Generator(outputs[0].device).manual_seed(1)
         output_gradients = []
         for x in outputs:
@@ -113,8 +115,8 @@ def deviations(
 
         for block in blocks:
             true_block = truth[block]
-            # At least the norm of a tensor of ones: if the exact gradient is zero, errors relative
-            # to its own norm are meaningless.
+            # Errors are relative to the norm of the block, but at least to the norm of ones: if the
+            # exact gradient is zero, errors relative to its own norm are meaningless.
             norm = true_block.norm().clamp(min=true_block.numel() ** 0.5)
             error = float((our[block] - true_block).norm() / norm)
             rounding = float((theirs[block] - true_block).norm() / norm)
@@ -151,7 +153,9 @@ class Shapes:
     inner: int = 0
     """Width of the position MLP."""
     full_mixing: bool = True
+    """Whether token mixing is a matrix, not one scale per head."""
     fp32_state: bool = True
+    """Whether the position state is in fp32 even if other tensors are in a 16-bit dtype."""
     tensor_parallel_size: int = 1
     reflects: bool = False
     """Whether scores use the reflections of the tokens between query and key (PaTH)."""
@@ -206,6 +210,7 @@ def attention_checks(
     """
     draw = _random_tensors(dtype, device)
     H, G = shapes.heads_and_groups_per_rank
+    # q has H heads; k, v and z have G groups.
     *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
 
     # The state is the last of `tensors` or, if it needs no gradient, the constant z.
@@ -444,6 +449,7 @@ def loss_check(
     # Labels of two shards; half of them are not in the second one.
     labels = torch.randint(2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
+    # The shapes of hidden states (S, B, C) and of the weight's shard (V, C).
     shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 

@@ -14,12 +14,13 @@ import math
 import torch
 from torch import Tensor
 
+# The constants of Philox4x32-10.
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF  # the mask of a 32-bit word
 MANTISSA_BITS = 23
-SQRT_HALF_BITS = 0x3F3504F3  # of float32
+SQRT_HALF_BITS = 0x3F3504F3  # the bits of sqrt(1/2) in float32
 
 COSINE = [(-1) ** i / math.factorial(2 * i) for i in range(8)]
 SINE = [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]
@@ -111,6 +112,7 @@ def _words(
     device: torch.device | str,
 ) -> Words:
     """Return four words (rows, blocks) for each block of four columns that `columns` touches."""
+    # The index after the last block: `columns.stop` / 4, rounded up.
     end_block = -(-columns.stop // 4)
     block = torch.arange(columns.start // 4, end_block, device=device)
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]

@@ -53,7 +53,8 @@ class ShiftedSegments:
             )
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
-        # Tensors (B, T) with documents.
+        # The bounds of each token's document. They are tensors (B, T) if there are documents;
+        # otherwise each sequence is one document.
         document_starts, document_ends = 0, T
         if packing is not None:
             document_starts, document_ends = packing.bounds_2BT
@@ -102,7 +103,7 @@ def attend_in_segments(
         )
     unshifted = segments.unshifted_groups
     G = x.k_TBGD.shape[2]
-    # Under tensor parallelism, all groups of a rank may be of one kind.
+    # Under tensor parallelism, all groups of a rank may be shifted, or none of them.
     if unshifted == 0:
         return attend(replace(x, packing=segments.shifted), backend)
     if unshifted == G:

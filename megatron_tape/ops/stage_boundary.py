@@ -41,6 +41,7 @@ def packed_width(
     """Return the elements per token that a state of `shape` adds to hidden states of `dtype`;
     `tokens` is s.
     """
+    # The state's elements for each of this rank's tokens; `shape[1]` is B.
     elements = math.prod(shape) // (tokens * shape[1])
     return elements * state_dtype.itemsize // dtype.itemsize
 

@@ -32,6 +32,7 @@ class Backend:
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
+    """None also means that the backend is in plain torch, and runs on every device."""
     head_dims: tuple[int, ...] | range | None = None
 
 
@@ -60,7 +61,7 @@ BACKENDS = {
 ONLY_HALF = frozenset(
     name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",))
 )
-"""Backends that support only 16-bit dtypes."""
+"""Backends that support only 16-bit dtypes. Those without `precisions` support all dtypes."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
 """Backends that call kernels of torch or flash-attn. If these are inexact, `auto` tries the next
 row of its table.

@@ -27,7 +27,9 @@ _PACKAGES = {
     "flex": "triton",
     "fla": "fla.ops.forgetting_attn",
 }
-"""The module that each backend imports. A package may be installed, but not importable."""
+"""The module that each backend requires. It is imported to check it, since a package may be
+installed, but not importable.
+"""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -123,7 +125,7 @@ def unsupported(
     the capabilities.
     """
     precisions = BACKENDS[backend].precisions
-    # Backends in plain torch support all dtypes, and run everywhere.
+    # Backends in plain torch are declared without precisions: they support all, and run everywhere.
     if precisions is None:
         return None
 
@@ -167,6 +169,7 @@ def flash_attn_version(device: torch.device) -> int | None:
 @functools.cache
 def _flash_attn_version(major: int, amd: bool) -> int | None:
     """Return the result of `flash_attn_version` for a GPU of compute capability `major`.x."""
+    # For each version, whether it has kernels for the GPU.
     runs_here = {4: major in (9, 10) and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
         if runs_here[version] and why_not_importable(module) is None:
@@ -186,7 +189,7 @@ def takes_wide_value(
     """
     if grouped or flash_attn_version(device) != 4:
         return False
-    # Version 4 runs on no other generation.
+    # Version 4 runs only on these two generations, so that no other key is looked up.
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
@@ -200,7 +203,8 @@ def supports_rotation_kernels(x: torch.Tensor) -> bool:
 @functools.cache
 def _rotation_kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the rotation kernel compiles and runs on `device`; log a warning if not."""
-    # 64 is one of the supported head dimensions; the kernel itself supports all.
+    # The rotation kernel supports all head dimensions; 64 is one that passes the check of the
+    # attention kernel.
     why = unsupported("triton", device, dtype, 64)
     if why is None:
         from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
@@ -220,7 +224,7 @@ def _rotation_kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 def why_not_importable(package: str) -> str | None:
     """Return why a package cannot be imported, as the predicate of a sentence, or None."""
-    # Only the top level: `find_spec` of a submodule imports its parents.
+    # Look up only the top-level package: `find_spec` of a submodule would import its parents.
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         return "is not installed"
     try:

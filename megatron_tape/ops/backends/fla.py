@@ -43,13 +43,13 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         if gates is None:
             gates = torch.zeros(S, B, H, device=q.device)
 
-    # The kernels expect the sequences first, (B, S, ...). Only the kernel for reflections may lack
-    # gates; they are the last argument.
+    # The kernels expect the sequences first, (B, S, ...). The gates are their last argument; only
+    # the kernel for reflections may be called without them.
     tensors = [q, k, *x.values(), *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is not None:
-        # The same tensor object in all layers, so that fla reuses its cached block counts. [1] is
-        # cu_seqlens_k.
+        # `cached` returns the same tensor object in all layers, so that fla reuses the block counts
+        # that it caches by object. Element 1 of the arguments is cu_seqlens_k.
         cu_seqlens = x.packing.cached(("fla", S), lambda: x.packing.varlen_arguments(S)[1].long())
         kernel = partial(kernel, cu_seqlens=cu_seqlens)
         # All documents of the batch are passed as one sequence.

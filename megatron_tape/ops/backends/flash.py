@@ -17,9 +17,9 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.choice import FLASH_ATTN, flash_attn_version, takes_wide_value
 from megatron_tape.ops.backends.sdpa import split_average
 
-# For (D, 2D): the tile (queries, keys) forward, and FlashAttention-4's `BwdConfig` backward. Both
-# compile for capability 9.0 without spills and within 227 KiB, and are exact on an H200 (version
-# 4.0.0b36, docs/gpu.md).
+# Settings by (D, 2D), the widths of the keys and of [v | z]. `_FORWARD` has the queries and keys of
+# a tile, `_BACKWARD` the arguments of FlashAttention-4's `BwdConfig`. Both compile for capability
+# 9.0 without spills and within 227 KiB, and are exact on an H200 (version 4.0.0b36, docs/gpu.md).
 _FORWARD = {(64, 128): (128, 128), (128, 256): (128, 96)}
 _BACKWARD = {
     (64, 128): (64, 128, 2, 2, 2, True, False, False, 1, 2, 1),
@@ -75,11 +75,11 @@ def _choose_tiles(functions: Any) -> None:
 
     Its arguments cannot set the tile sizes of the backward pass.
     """
-    # Once per process: another call would wrap the functions again.
+    # Replace the functions once per process: another call would wrap them again.
     if hasattr(functions, "has_our_tiles"):
         return
     functions.has_our_tiles = True
-    # The flags are `mma_pv_is_rs` and `intra_wg_overlap`.
+    # The arguments after the tile are `mma_pv_is_rs` and `intra_wg_overlap`.
     forward = {widths: functions.FwdConfig(*tile, True, True) for widths, tile in _FORWARD.items()}
     backward = {widths: functions.BwdConfig(*tile) for widths, tile in _BACKWARD.items()}
     for name, tiles in (("_tile_size_fwd_sm90", forward), ("_tile_size_bwd_sm90", backward)):

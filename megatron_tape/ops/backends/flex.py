@@ -68,7 +68,8 @@ def _compiled():
     """Return `flex_attention` as a function that torch compiles for each bias and shape."""
     import torch._dynamo
 
-    # Beyond these limits torch would run the uncompiled function, which materializes all scores.
+    # When the number of recompilations reaches one of these limits, torch runs the uncompiled
+    # function, which materializes all scores.
     config = torch._dynamo.config
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(config, limit, max(getattr(config, limit), RECOMPILATIONS))
@@ -100,8 +101,9 @@ def block_mask(
     first_key = torch.arange(0, T, BLOCK, device=device)
     last_key = first_key + BLOCK - 1
 
-    # The next four tensors are (B or 1, 1, query blocks, key blocks or 1). Starts never decrease,
-    # so the first query of a block attends to the earliest keys.
+    # `starts` holds the start of each token's document. Starts never decrease, so the first query
+    # of a block attends to the earliest keys. `earliest`, `latest` and the two masks below are
+    # (B or 1, 1, query blocks, key blocks or 1).
     starts = starts_BT
     if starts is None:
         starts = torch.zeros(1, T, dtype=torch.int32, device=device)
@@ -109,7 +111,7 @@ def block_mask(
     latest = starts[:, None, last_query]
     visible_in_part = (first_key <= last_query) & (last_key >= earliest)
     visible = (last_key <= first_query) & (first_key >= latest)
-    # Blocks that extend beyond the last token need the mask, too.
+    # Blocks that extend beyond the last token are not visible as a whole, so they need the mask.
     visible = visible & (first_query + BLOCK <= T) & (last_key < T)
 
     def seen(b, h, query, key):

@@ -9,7 +9,7 @@ from megatron_tape.ops.packing import causal_mask
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
-    # Kernels are compared with this backend, so it uses none.
+    # Kernels are compared with this backend, so it does not rotate with a kernel either.
     q, k = x.rotated(fused=False)
     S, _, H, D = q.shape
     T, _, G, _ = k.shape

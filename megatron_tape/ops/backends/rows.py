@@ -31,8 +31,8 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         value = torch.cat([value, *state], dim=-1)
     output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
-    # Blocks keep what they use until the backward pass, so they must not use `x`, which holds
-    # queries and keys before their rotation.
+    # Checkpoints keep what `attend_block` uses until the backward pass. If it used `x`, they would
+    # keep the queries and keys before their rotation, too.
     bias = x.bias
     rescore = x.rescore
     packing = x.packing
@@ -63,7 +63,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         checkpoint(attend_block, first, use_reentrant=False, preserve_rng_state=False)
         for first in range(0, S, rows)
     ]
-    # The averages of the concatenated values, D wide each.
+    # Split the averages of the concatenated values, which are D wide each.
     return torch.cat(blocks).split(D, dim=-1)
 
 

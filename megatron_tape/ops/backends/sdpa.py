@@ -45,8 +45,8 @@ def attend_rotated(
     tensors = [y.permute(1, 2, 0, 3) for y in (q, *keys_and_values)]
 
     with _without_cudnn(tensors[0], mask):
-        # `run` may request the gradients of all its tensors. Without a bias, the mask is not one of
-        # them, as no fast kernel computes the gradient of a mask.
+        # `run` may request the gradients of all its tensors. A mask with a bias is one of them. A
+        # mask without a bias is not: it needs no gradient, and no fast kernel computes one.
         if x.bias is None:
             averages = x.run(partial(_averages, mask), *tensors)
         else:
@@ -88,7 +88,8 @@ def _averages(
     *values_BGTE: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the averages (B, H, S, E) of the values, one call of SDPA each."""
-    # A single query is the last token and attends to all keys; `is_causal` would hide all but one.
+    # A single query is the last token and attends to all keys. `is_causal` would hide all keys but
+    # the first.
     return tuple(
         F.scaled_dot_product_attention(
             q_BHSD,
@@ -105,8 +106,8 @@ def _averages(
 def needs_mask(x: AttentionInputs) -> bool:
     """Return whether SDPA needs an explicit mask.
 
-    A single query attends to all keys; with equally many queries and keys, SDPA applies the causal
-    mask itself.
+    Without bias or documents, two cases need none: a single query attends to all keys, and for
+    equally many queries and keys, SDPA applies the causal mask itself.
     """
     return (
         x.bias is not None

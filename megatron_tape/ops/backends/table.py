@@ -76,7 +76,7 @@ class Row:
     kernels exist.
     """
     flash_attn_4: bool = False
-    """Whether flash-attn must be version 4."""
+    """Whether `auto` selects this row only if flash-attn runs in version 4."""
     measured: str | None = None
     """Where the measurements that support this row are; None if there are none."""
 
@@ -91,8 +91,8 @@ class Row:
 
 
 def _suits_any_kernel(case: Case) -> bool:
-    """Return whether a 16-bit kernel suffices that supports neither document masks nor
-    determinism.
+    """Return whether the case has no needs that only some kernels meet: it uses a 16-bit dtype, has
+    no documents or segments, and need not be deterministic.
     """
     return case.half_precision and not case.is_divided and not case.deterministic
 
@@ -167,8 +167,8 @@ TABLE = (
 
 
 def rows(case: Case) -> Iterator[Row]:
-    """Yield the rows that fit a case and whose backends have its capabilities, in order; plain
-    torch comes last.
+    """Yield the rows that fit a case and whose backends have its capabilities, in order; the
+    backend naive comes last.
     """
     last = Row(
         case.kind, frozenset({case.generation}), "naive", "no other backend can run", slow=True

@@ -32,12 +32,13 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are
     computed in fp32.
     """
-    # Such a score depends on all keys of a query, not only on those of a tile.
+    # `Rescore` computes a score from all keys of a query, not only from those of a tile.
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
 
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (*x.rotated(), *x.values()))
     S = q.shape[2]
+    # Without packed documents, every query may attend to keys from the first one on.
     starts = None
     first_seen = [0] * S
     if x.packing is not None:
@@ -79,7 +80,8 @@ class _Tiles:
         self.S = S
         self.R = R
         self.keys = torch.arange(T, device=device)
-        # Slices of queries count from the first query, slices of keys from the first cached key.
+        # The token of the first query: slices of queries count from it, slices of keys from the
+        # first key, which may be cached.
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
@@ -93,7 +95,7 @@ class _Tiles:
         """Yield each block of queries, and the blocks of keys to which they attend."""
         for start in range(0, self.S, QUERIES):
             stop = min(start + QUERIES, self.S)
-            # Rounded down to the start of a block of keys.
+            # The first visible key, rounded down to the start of a block of keys.
             low = self.first_seen[start] // KEYS * KEYS
             high = stop + self.offset
             columns = [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
@@ -122,7 +124,8 @@ class _Tiles:
         # A view, (B, G, R, rows, columns).
         by_head = scores.unflatten(-2, (self.R, -1)).unflatten(0, (self.B, -1))
         if self.starts is None:
-            # All queries of the block attend to every key up to the first query's own token.
+            # All queries of the block attend to every key up to the first query's own token, so
+            # only later keys (from `first` on) can be masked.
             own_token = rows.start + self.offset
             first = max(columns.start, own_token + 1)
             if first >= columns.stop:
@@ -161,8 +164,8 @@ class _TiledAttention(Function):
         tiles = _Tiles(B, S, k.shape[2], R, starts, first_seen, q.device)
         keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
 
-        # In memory, the sequence axis comes first, as the output projection expects: it would copy
-        # other layouts.
+        # In memory, the sequence axis of the outputs comes first, as the output projection expects:
+        # it would copy other layouts.
         outputs = []
         for v in values:
             output = torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device)
@@ -171,6 +174,8 @@ class _TiledAttention(Function):
 
         for rows, blocks in tiles.blocks():
             queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
+            # For each query: its largest score so far, and relative to it the sum of its weights
+            # and the weighted sum of the values.
             largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
             total = torch.zeros_like(largest)
             averaged = queries.new_zeros(*queries.shape[:2], value.shape[-1])
@@ -187,7 +192,7 @@ class _TiledAttention(Function):
                 p = _exp2(scores.sub_(shift))
                 # `_exp2` gives masked keys a small weight instead of zero.
                 tiles.hide(p, rows, columns, 0.0)
-                # `total` and `averaged` are sums of weights for the previous largest score.
+                # `total` and `averaged` are still relative to the previous largest score.
                 shrink = largest.sub_(shift).exp2_()
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, value[:, columns])
@@ -240,7 +245,7 @@ class _TiledAttention(Function):
                 p = _exp2(scores.sub_(row_lse))
                 tiles.hide(p, rows, columns, 0.0)
                 dvalue[:, columns].baddbmm_(p.mT, gradient)
-                # The gradient of the scores as natural logarithms.
+                # The gradient of the scores without the factor LOG2_E.
                 ds = (gradient @ value[:, columns].mT).sub_(row_delta).mul_(p)
                 if bias is not None:
                     bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
@@ -251,10 +256,10 @@ class _TiledAttention(Function):
                 bias.end(tiles.of_tokens(rows))
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
 
-        # `queries` include LOG2_E, unlike the scores of `ds`.
+        # `dk` is a sum of products with `queries`, which include LOG2_E, unlike the scores of `ds`.
         dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
         dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
-        # No gradients of `value_count`, `bias`, `first_seen` and `starts`.
+        # The first four arguments, `value_count` to `starts`, have no gradients.
         return (
             None,
             None,
@@ -291,14 +296,19 @@ class _BiasGradient:
     ):
         self._bias = bias
         self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
+        """The tensors of the bias, as leaves of the graphs of its tiles."""
         self._learned = [i for i, need in enumerate(needed) if need]
+        """Indices of the tensors that need a gradient."""
         self.gradients = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
-        # The sums over keys of the score gradients of the current queries, (B, H, rows).
+        """The gradients of the tensors; None for tensors that need none."""
         self._row_sums: Tensor | float = 0.0
+        """For the current block of queries, the gradients of the scores, summed over the keys so
+        far, (B, H, rows); 0.0 at the start of a block.
+        """
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """Return the bias of a tile, and keep its graph for `add`."""
-        # Autograd disables gradients in a backward pass.
+        # In a backward pass, autograd disables gradients, so they must be enabled again.
         with torch.enable_grad():
             self._tile = self._bias.tile(rows, columns, *self._leaves)
         return self._tile.detach()

@@ -25,6 +25,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     )
     z = x.z_TBGD
     if z is not None:
-        # Expanded here, so that activation checkpointing recognizes the saved tensor as this input.
+        # Expanded before `run`, since activation checkpointing recognizes a saved tensor as an
+        # input only if it has the same shape.
         z = z.expand_as(x.k_TBGD)
     return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, z)

@@ -16,9 +16,11 @@ from liger_kernel.ops.vocab_parallel_cross_entropy import (
 from torch import Tensor
 
 BLOCK = 32768
-"""Maximum number of logits that a program loads at once, with 32 warps, as in Liger's own calls."""
+"""Largest number of logits that a program loads at once. It and the 32 warps of a program are those
+of Liger's own calls.
+"""
 NOTHING_IGNORED = -1
-"""The kernels skip tokens with this label, which no token has."""
+"""The label of tokens that the kernels skip; no token has it."""
 
 
 def exponentials(

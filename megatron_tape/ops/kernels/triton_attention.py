@@ -124,6 +124,7 @@ def _forward(
         for number in range(tiles):
             tile = middle + number
             if MASKED:
+                # Skip the unmasked tiles, from `middle` to `diagonal`.
                 tile = low + number
                 tile += tl.where(tile < middle, 0, diagonal - middle)
             keys = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -325,6 +326,7 @@ def _backward_keys(
                 number = step % tiles
             tile = middle + number
             if MASKED:
+                # Skip the unmasked tiles, from `middle` to `tail`.
                 tile = low + number
                 tile += tl.where(tile < middle, 0, tail - middle)
             queries = tile * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -427,6 +429,7 @@ def _backward_queries(
     H, E), LSE and DELTA (B, H, S), STARTS (B, T). The other arguments are those of `_forward`. The
     grid is (blocks of BLOCK_S queries, B * H).
     """
+    # As in `_forward`, the blocks with the most keys run first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_heads = tl.num_programs(1)
     batch_head = tl.program_id(1).to(tl.int64)
@@ -525,7 +528,9 @@ heads are wider than 64.
 binaries for capabilities 9.0, 8.0 and 8.6 and for gfx942, not by measurements: no kernel used in
 training spills registers, and loops prefetch where shared memory suffices."""
 _TILE_FP32 = {False: (32, 32, 4, 1), True: (16, 32, 4, 1)}
-"""The same for fp32, on all GPUs and for all kernels, by whether heads are wider than 64."""
+"""Queries and keys of a tile, warps and stages in fp32, for all GPUs and kernels, by whether heads
+are wider than 64.
+"""
 
 
 def shared_memory(device: torch.device) -> int:
@@ -631,7 +636,7 @@ class _Attention(Function):
 
         dz = None
         if ctx.rotate:
-            # z's gradient from the rotation and the average are added in one kernel.
+            # One kernel adds z's gradients from the rotation and from the average.
             d_wide_value = dvalue if ctx.wide else None
             dq, dk, dv, dz = rotate_and_join_backward(
                 q,
@@ -733,6 +738,7 @@ def attend_backward(
     dout = q.new_empty(S, B, H, 2 * D) if wide else do
     delta = torch.empty_like(lse)
     block_d = triton.next_power_of_2(D)
+    # Each program computes delta for 64 queries.
     _delta[(triton.cdiv(S, 64), B * H)](
         o,
         u,
