@@ -246,7 +246,7 @@ def _why_slow(
     it need not.
     """
     needs = encoding_of(model_config).needs
-    # If no kernel supports the encoding, slow attention is all there is.
+    # Kernels that support the encoding; if there are none, slow attention is all there is.
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None
@@ -333,6 +333,7 @@ def verified_kernels(
 
     usable = {}
     for name, make_checks in checks.items():
+        # Why the kernel cannot be used; if Triton works, the check below decides.
         problem = f"triton {without_triton}"
         inexact = None
         # All ranks enter the block, also those without Triton, since it contains a barrier.

@@ -312,7 +312,7 @@ class LanguageModel(torch.nn.Module):
         by_token: bool,
     ) -> Tensor:
         """Return the result of `forward` for the normalized output (s, B, C) of the last layer."""
-        # In a pipeline, the last stage has a copy of the first stage's weight.
+        # In a pipeline, the last stage uses a copy of the first stage's embedding weight.
         tied_weight = None
         if self.model_config.tie_embeddings:
             if self.is_first:

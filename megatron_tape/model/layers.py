@@ -323,8 +323,8 @@ class LayerEncoding(Module):
         )
         if self.record_norms:
             with torch.no_grad():
-                # In fp32, as bf16 would round sums of many squares. The state is (s, B, G, D); only
-                # the axis of groups remains. A complex number has two elements.
+                # Sums are in fp32, as bf16 would round sums of many squares. The state is (s, B, G,
+                # D); only the axis of groups remains. A complex number has two elements.
                 after = new.float()
                 squares = after.square().sum((0, 1, 3))
                 update_squares = (after - state.float()).square().sum((0, 1, 3))

@@ -51,6 +51,7 @@ prefix.
 """
 FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 """The model's names of the fused projection to queries, keys and values, without the layer prefix.
+The group is `weight` or `bias`.
 """
 _EARLIER = {
     EMBEDDING: "embedding.word_embeddings.weight",

@@ -76,7 +76,7 @@ class Pipeline(nn.Module):
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this stage, including those that `add_empty` added."""
-        # Without the prefix of `model_chunks`, since layers are numbered in the whole model.
+        # The names lack the prefix of `model_chunks`, since layers are numbered in the whole model.
         yield from self._parameters.items()
         for chunk in self.model_chunks:
             yield from chunk.named_parameters(*args, **kwargs)

@@ -196,7 +196,7 @@ def forward(
             config.norm_epsilon,
         )
         if "position.increments.weight" in w:
-            # In float64, since float32 rounds the fractions of large positions.
+            # Positions are summed in float64, since float32 rounds the fractions of large ones.
             logits_BSG = (y @ w["position.increments.weight"].T).double()
             increments_BSG = 2 * logits_BSG.sigmoid()
             if config.increments == "signed":

@@ -120,7 +120,8 @@ class _ContextualPositions(Function):
         saved = ctx.saved_tensors
         previous_rows = None
 
-        # In the reverse order of the forward pass: from the farthest tile to the nearest.
+        # Tiles are visited in the reverse order of the forward pass, from the farthest to the
+        # nearest.
         for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
             gates, fraction, index, slope = saved[4 * i : 4 * i + 4]
             if rows != previous_rows:  # the farthest tile of these queries

@@ -59,7 +59,8 @@ def through_reflections(
         """Return the result of `blocks`, with its intermediate results recomputed in the backward
         pass.
         """
-        # Saves only the inputs; the intermediate results of `blocks` take several times the memory.
+        # A checkpoint saves only the inputs; the intermediate results of `blocks` take several
+        # times their memory.
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def rows(

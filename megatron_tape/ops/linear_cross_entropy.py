@@ -93,7 +93,8 @@ class _LinearCrossEntropy(Function):
         chunked = _ChunkedLoss(
             hidden_NC, weight, labels_N, factors_N, group, fused, first_label, z_loss
         )
-        # In evaluation, parameters require gradients although `grad_enabled` is False.
+        # `needs_input_grad` alone does not suffice: in evaluation, parameters still require
+        # gradients, but `grad_enabled` is False.
         needs_d_hidden, needs_d_weight, *_ = ctx.needs_input_grad
         losses, d_hidden, d_weight = chunked.run(
             grad_enabled and needs_d_hidden, grad_enabled and needs_d_weight
@@ -118,7 +119,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, *_):
-        # In place, to save memory: the saved gradients are the large tensors here. Autograd then
+        # Scaled in place, since the saved gradients are the large tensors here. Autograd then
         # refuses a second backward pass.
         gradients = (None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors)
         # The seven arguments after `hidden` and `weight` have no gradients.
@@ -210,7 +211,7 @@ class _ChunkedLoss:
                     if N > size:
                         # Each product of bf16 matrices is rounded to bf16, but their sum is not.
                         d_weight = d_weight.to(losses.dtype)
-                # If the sum has the dtype of the products, no temporary is needed.
+                # If the sum has the dtype of the products, `addmm_` needs no temporary tensor.
                 elif d_weight.dtype == hidden.dtype:
                     d_weight.addmm_(d_logits.T, hidden[chunk])
                 else:
@@ -241,7 +242,7 @@ class _ChunkedLoss:
             exps = logits_nV.exp_()
             sums = exps.sum(-1)
 
-        # One collective for both sums over the shards of the vocabulary.
+        # One collective adds up both tensors over the shards of the vocabulary.
         reduced = torch.stack([label_logits, sums])
         if self._group is not None:
             dist.all_reduce(reduced, group=self._group)

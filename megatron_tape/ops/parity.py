@@ -250,7 +250,7 @@ def update_checks(
     mixing: tuple[int, ...] = (H,)
     if shapes.full_mixing:
         mixing = (G, H)
-    # z, u and the gate, then A, W_up and W_down.
+    # The inputs are z, u and the gate, then A, W_up and W_down.
     states = [draw(tokens, G, D), draw(tokens, H, D), draw(tokens, P)]
     matrices = []
     for shape in (mixing, (P, G), (G, P)):
@@ -291,7 +291,7 @@ def score_checks(
 
 def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
     """Return a function that draws a normal tensor of the shape of its arguments."""
-    # On the CPU, so that all devices draw the same numbers.
+    # Numbers are drawn on the CPU, so that they are the same for all devices.
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 

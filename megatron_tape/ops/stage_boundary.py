@@ -72,7 +72,7 @@ def _split(
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy that can be viewed as another dtype."""
-    # Not `contiguous`, which keeps the strides of axes of size 1, whatever they are.
+    # `contiguous` is not enough: it keeps any strides of axes of size 1.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -38,7 +38,8 @@ class FirePosition(PositionEncoding):
 
     name = "fire"
     Settings = FireSettings
-    # Not POINTWISE: a function of a single pair cannot compute the MLP's matrix product.
+    # FIRE cannot use POINTWISE: a function of a single pair cannot compute the MLP's matrix
+    # product.
     needs = frozenset({BIAS})
     restarts_in_documents = True
 
@@ -96,8 +97,8 @@ class FirePosition(PositionEncoding):
             divisors = (log_scale * largest).abs().log1p() + _EPSILON
             normalized = (log_scale * distances).abs().log1p() / divisors[:, :, None]
 
-            # Batched matrix products: the gradients of broadcast factors would be as large as
-            # `inner` before summation.
+            # Batched matrix products are used instead of broadcasting, in which the parameters'
+            # gradients would be as large as `inner` before they are summed.
             batch = len(normalized)
             up = up_W[:, None].expand(batch, -1, -1)
             up_bias = up_bias_W[:, None].expand(batch, -1, -1)

@@ -14,8 +14,8 @@ def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
         raise ValueError(
             f"there is already a positional encoding named {encoding.name}; choose another name"
         )
-    # From the class to its bases: a class that overrides a method must set the attribute itself,
-    # as a base class's value holds only for the base class's own methods.
+    # Look through the class, then its bases. A class that overrides a method must set the attribute
+    # itself, as a base class's value holds only for the base class's own methods.
     for cls in encoding.__mro__[: encoding.__mro__.index(PositionEncoding)]:
         if "restarts_in_documents" in vars(cls):
             break

@@ -61,7 +61,7 @@ class Reposition(RotaryPosition):
         first = self.settings.repo_first_layer
         layers = self.model.num_layers
         if first is None:
-            # Not layer 0, but a model of one layer has no other.
+            # At least layer 1, unless the model has only one layer, which is layer 0.
             return min(max(1, layers // 3), layers - 1)
         return first
 
@@ -97,6 +97,7 @@ class Reposition(RotaryPosition):
         angles = batch.groups_per_rank(model.query_groups) * model.head_dim // 2
         # All-to-alls exchange one position, 4 bytes in fp32, per token and group.
         sent = 4 * batch.groups_in_all_to_all(model.query_groups) * batch.local_tokens
+        # Saved, 4 bytes each: the elements of four tensors of hidden size W, and the angles.
         return replace(
             base,
             multiply_adds=width * (2 * model.hidden_size + model.query_groups),

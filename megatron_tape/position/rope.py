@@ -122,7 +122,8 @@ class RotaryPosition(PositionEncoding):
         file.
         """
         settings = self.settings
-        # In transformers, a share is a `rope_type` of its own, so it excludes llama3 and yarn.
+        # In transformers, RoPE in a share of the frequencies is a `rope_type` of its own, so it
+        # excludes the types llama3 and yarn.
         shares_and_scales = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
         # A plain export is Llama, Mistral, Qwen2, Qwen3 or SmolLM3, which have no output gate.
         if shares_and_scales or self.learns_increments or self.model.attention_output_gate:
@@ -263,7 +264,8 @@ class RotaryPosition(PositionEncoding):
             increments_SBN = 1 + logits_SBN
         else:
             increments_SBN = 2 * logits_SBN.sigmoid()
-        # Cache the increments, not their sum, so that a cache can be cropped.
+        # The increment of each token is cached, not only their sum, so that the last tokens can be
+        # removed from a cache.
         # With a cache, earlier tokens precede those of `logits_SBN`.
         positions_TBN = cache.append("increments", increments_SBN).cumsum(0)
         return positions_TBN[-len(increments_SBN) :]
@@ -355,7 +357,7 @@ class RotaryPosition(PositionEncoding):
         # transformers has the same upper bound, D - 1, although there are only D/2 frequencies.
         first = max(first, 0)
         last = min(last, dim - 1)
-        # As in transformers, to avoid a division by zero.
+        # A division by zero below is avoided as in transformers.
         if first == last:
             last += 0.001
         return 1 - ((torch.arange(dim // 2).float() - first) / (last - first)).clamp(0, 1)

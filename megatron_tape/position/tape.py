@@ -203,6 +203,7 @@ class TapePosition(RotaryPosition):
             products += averaging + mixing + gate + forming_M + applying_M
 
             elements = model.hidden_size + inner  # the gate's input, and the gate
+            # The averages, if an all-to-all brought them to this rank.
             if sharded:
                 elements += averages_size
             # The state, unless attention saves the same tensor.
@@ -253,7 +254,7 @@ class TapePosition(RotaryPosition):
         """Return the dtype in which the state accumulates updates, in a run of `dtype`."""
         import torch
 
-        # Not for float64, which tests use.
+        # Wider dtypes stay as they are: tests use float64.
         if self.settings.state_precision == "fp32" and dtype.itemsize < 4:
             return torch.float32
         return dtype

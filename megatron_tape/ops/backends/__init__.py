@@ -40,6 +40,7 @@ _ALL = frozenset(MEANINGS)
 _STATE_ONLY = frozenset({ROTATION, AVERAGE})
 _HALF = ("bf16", "fp16")
 _HALF_AND_FP32 = (*_HALF, "fp32")
+# The arguments are the capabilities, precisions and head dimensions.
 BACKENDS = {
     "triton": Backend(_STATE_ONLY, _HALF_AND_FP32, (32, 64, 80, 96, 128)),
     "tiled": Backend(_ALL),

@@ -148,5 +148,6 @@ def _bias(
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile
     left_out = bias.left_out(rows, *bias.tensors)
-    # Relative to the first query, as in large tiles, so that numbers stay small.
+    # The constants are taken relative to that of the first query, as in large tiles, so that
+    # numbers stay small.
     return tile + (left_out - left_out[..., :1].detach())[..., None]

@@ -99,6 +99,7 @@ def _suits_any_kernel(case: Case) -> bool:
 
 _ON_CPU = frozenset({CPU})
 _H200 = "on an H200: docs/gpu.md"
+# Each row begins with its kind, generations, backend and reason.
 TABLE = (
     Row(AVERAGES, _ON_CPU, "tiled", "one pass over [v | z]", measured="benchmarks/LOG.md"),
     Row(

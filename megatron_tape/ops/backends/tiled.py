@@ -48,7 +48,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     bias = None
     bias_tensors: tuple[Tensor, ...] = ()
     if x.bias is not None:
-        # Passed apart from the bias, since autograd tracks only tensors that are arguments.
+        # The tensors are passed apart from the bias, since autograd tracks only tensors that are
+        # arguments.
         bias_tensors = x.bias.tensors
         bias = x.bias.without_tensors()
 

@@ -82,7 +82,7 @@ def to_gradients(
             first_label,
             V,
             NOTHING_IGNORED,
-            0.0,  # without label smoothing
+            0.0,  # without label smoothing: the amount, and the amount per label
             0.0,
             HAS_LABEL_SMOOTHING=False,
             BLOCK_SIZE=_block(V),

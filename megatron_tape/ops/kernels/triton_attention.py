@@ -151,7 +151,7 @@ def _forward(
                 # of two infinities would be NaN.
                 shift = tl.where(largest_now == float("-inf"), 0.0, shift)
             p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
-            # Earlier sums subtracted the previous maximum.
+            # The sums so far are relative to the previous maximum.
             shrink = tl.exp2(largest * scale - shift)
             total = total * shrink + tl.sum(p, 1)
 

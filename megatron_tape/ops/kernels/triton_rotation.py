@@ -465,8 +465,8 @@ def rotate_and_join_backward(
     dv_out = k.new_empty(k.shape) if wide else None
     dz_out = z.new_empty(k.shape) if needs_dz else None
 
-    # Half as many numbers as in `rotate_and_join`, since a program also holds gradients in
-    # registers.
+    # Each program has half as many numbers as in `rotate_and_join`, since it also holds gradients
+    # in registers.
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 1024 // block_f)
     _rotate_and_join_backward[(B * G, triton.cdiv(S, block_s))](
@@ -581,7 +581,7 @@ class _Halves(Function):
 
     @staticmethod
     def forward(ctx, x):
-        # Keeps the shape, dtype and strides of x, but not its memory.
+        # A tensor without memory, which keeps the shape, dtype and strides of x.
         ctx.like = torch.empty_like(x, device="meta")
         return x.chunk(2, dim=-1)
 
