@@ -105,6 +105,7 @@ def initialized_whole(
     whole = torch.empty(initial.shape)
     rows, columns = _shard_ranges(initial.shape)
     key = philox.key_of(seed, seed_name(name))
+    # `whole` has all elements of the parameter, from index 0 on.
     _fill(whole.view(-1), 0, rows, columns, initial, key)
     return whole
 

@@ -73,6 +73,7 @@ class Pipeline(nn.Module):
         self._communicator = P2PCommunicator(groups.pp, self._config)
         self._run = get_forward_backward_func(groups.pp.size(), virtual_size)
         self.tied = TiedWeight(self) if self.model_config.tie_embeddings else None
+        """The tied embedding weight; None if the output layer has a weight of its own."""
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this stage, including those that `add_empty` added."""

@@ -216,6 +216,7 @@ def _rotation_kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
             # Running out of memory says nothing about the kernel.
             raise
         except Exception as error:  # a compiler may raise anything
+            # The first line of the message; chr(10) is the newline.
             why = f"fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why is not None:
         logger.warning("plain torch rotates queries and keys, because triton %s", why)
