@@ -24,7 +24,9 @@ from megatron_tape.huggingface.export.markdown import escape_markdown
 from megatron_tape.text import counted
 
 ByMetric = dict[Score, list[VariantResult]]
-"""Results of all variants in one task, by metric: a score without its value."""
+"""Results of all variants in one task. A key is a `Score.subject`: a score without its value, which
+says what was measured (metric, group and length).
+"""
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
 
@@ -36,9 +38,9 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
     (`Task.group_names`).
     """
     tasks = {}
-    for metric, results in results_by_metric(comparison).items():
-        tasks.setdefault(metric.task, {})[metric] = results
-    # Readers look for the results first, and for the cost afterwards.
+    for subject, results in results_by_metric(comparison).items():
+        tasks.setdefault(subject.task, {})[subject] = results
+    # Readers look for the scores of tasks first, and for the cost of training afterwards.
     if TRAINING in tasks:
         tasks[TRAINING] = tasks.pop(TRAINING)
     return {
@@ -49,8 +51,9 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
 
 def _with_group_names(task: str, by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
     """Return results whose groups have their names for readers, given the task's settings."""
-    named = named_scores(task, settings, by_metric)
-    return {shown: by_metric[metric] for metric, shown in named}
+    # Pairs of each subject and the same subject with the name of its group.
+    pairs = named_scores(task, settings, by_metric)
+    return {named: by_metric[subject] for subject, named in pairs}
 
 
 def task_title(task: str) -> str:
@@ -67,20 +70,21 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     Metrics without conditions, such as those of the training, are columns. Metrics with the same
     columns share a table.
     """
+    # Subjects by the names of their row and column.
     rows = {}
-    for metric in by_metric:
+    for subject in by_metric:
         # By default, a metric is a row and its group a column.
-        row = tables.metric_name(metric)
-        column = metric.group
-        if metric.length is not None:
-            row = ", ".join(filter(None, (row, metric.group)))
-            column = f"{metric.length:,} tokens"
+        row = tables.metric_name(subject)
+        column = subject.group
+        if subject.length is not None:
+            row = ", ".join(filter(None, (row, subject.group)))
+            column = f"{subject.length:,} tokens"
         elif not column:
             column = row
             row = ""
-        rows.setdefault(row, {})[column] = metric
+        rows.setdefault(row, {})[column] = subject
 
-    # Rows with the same columns, by the names of these columns.
+    # Rows with the same columns, by the names of these columns. Each group becomes a table.
     shared = {}
     for row, by_column in rows.items():
         shared.setdefault(tuple(by_column), {})[row] = by_column
@@ -90,25 +94,25 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
 def _task_table(
     by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str
 ) -> Table:
-    """Return a table of the metrics in `rows`, by the names of row and column. A row is shown once
-    for each variant.
+    """Return a table of the metrics in `rows`, which has their subjects by the names of row and
+    column. All rows have the same columns. A row is shown once for each variant.
     """
     # For each variant, the largest number of seeds that it has in one of the metrics.
     seeds = Counter()
     for by_column in rows.values():
-        for metric in by_column.values():
-            # `|=` keeps the larger of two counts.
-            seeds |= Counter({result.variant: len(result.values) for result in by_metric[metric]})
+        for subject in by_column.values():
+            # `|=` of two counters keeps the larger count of each variant.
+            seeds |= Counter({result.variant: len(result.values) for result in by_metric[subject]})
 
     cells = []
     row_groups = []
     for row, by_column in rows.items():
         for variant, count in seeds.items():
             label = tables.text(variant)
-            # If all variants have the same number, the headline says it.
+            # If all variants have the same number of seeds, only the headline says it.
             if len(set(seeds.values())) > 1:
                 label = replace(label, detail=counted(count, "seed"))
-            values = [_cell(by_metric, metric, variant) for metric in by_column.values()]
+            values = [_cell(by_metric, subject, variant) for subject in by_column.values()]
             cells.append([label, *values])
             row_groups.append(row)
 
@@ -118,43 +122,45 @@ def _task_table(
             "Mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. Below it: the difference"
             f" from {baseline}, its 95 % interval and p (bold: p < {SIGNIFICANT})."
         )
+    # `by_column` is that of the last row; the columns of all rows have the same names.
     return tables.table(caption, ["variant", *by_column], cells, row_groups)
 
 
-def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
-    """Return the number of decimals for all values of a metric, at all lengths and in all
+def _decimals(by_metric: ByMetric, subject: Score) -> int | None:
+    """Return the number of decimals for all values of a subject's metric, at all lengths and in all
     groups.
     """
     values = []
     for other, results in by_metric.items():
-        if (other.metric, other.unit) == (metric.metric, metric.unit):
+        if (other.metric, other.unit) == (subject.metric, subject.unit):
             values += _values(results)
     decimals = tables.decimals_for(values)
     # Means over seeds have one more decimal than values. `and` keeps 0, for whole numbers, and
-    # None, for large ones.
+    # None, which means four significant digits.
     return decimals and decimals + 1
 
 
-def _cell(by_metric: ByMetric, metric: Score, variant: str) -> Cell:
-    """Return a cell with the mean and the standard deviation of a variant, and below them its
-    test.
+def _cell(by_metric: ByMetric, subject: Score, variant: str) -> Cell:
+    """Return a cell with the mean and the standard deviation of a variant, and below them the test
+    of its difference from the baseline.
     """
-    by_variant = {result.variant: result for result in by_metric[metric]}
+    by_variant = {result.variant: result for result in by_metric[subject]}
     result = by_variant.get(variant)
     if result is None:
         return number(None)
 
-    decimals = _decimals(by_metric, metric)
+    decimals = _decimals(by_metric, subject)
     shown = tables.shown_number(result.mean, decimals)
-    # The number of parameters and the like does not depend on the seed.
-    if result.spread is not None and (result.spread > 0 or metric.better != "neither"):
+    # A spread of 0 is left out for metrics that rank no variant, such as the number of parameters,
+    # which does not depend on the seed.
+    if result.spread is not None and (result.spread > 0 or subject.better != "neither"):
         shown += f" \N{PLUS-MINUS SIGN} {tables.shown_number(result.spread, decimals)}"
 
     test = result.difference
     if test is None:
         return Cell(shown, result.mean)
     detail = tables.shown_number(test.mean, decimals)
-    # A difference that rounds to 0 has no sign.
+    # A positive difference has a plus sign, unless it is shown as 0, such as 0.00.
     if test.mean > 0 and detail.strip("0."):
         detail = f"+{detail}"
     if test.p is None:
@@ -179,10 +185,10 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     Panels of the same metric, such as at several lengths, have the same limits. Returns no picture
     if no metric varies.
     """
-    ranking = [metric for metric in by_metric if metric.better != "neither"]
+    ranking = [subject for subject in by_metric if subject.better != "neither"]
     # If no metric ranks variants, the others are shown.
     varying = [
-        metric for metric in ranking or by_metric if len(set(_values(by_metric[metric]))) > 1
+        subject for subject in ranking or by_metric if len(set(_values(by_metric[subject]))) > 1
     ]
     shown = varying[: figures.MOST_PANELS]
     if not shown:
@@ -191,7 +197,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     labels = list(variants)
     looks = figures.variant_styles(labels)
 
-    # A line of text for each variant, and room for the title and the axis.
+    # In inches: room for the axis and its label, and a line of text for each variant.
     height = 0.9 + 0.28 * len(labels)
     figure, panels = figures.panels(
         len(shown),
@@ -202,9 +208,9 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     )
     point_meaning = "One run of each variant"
     descriptions = []
-    for axes, metric in zip(panels, shown):
+    for axes, subject in zip(panels, shown):
         means = []
-        for result in by_metric[metric]:
+        for result in by_metric[subject]:
             y = labels.index(result.variant)
             values = list(result.values.values())
             look = looks[result.variant]
@@ -219,7 +225,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
                 )
             means.append(f"{result.variant} {result.mean:.4g}")
 
-        title = tables.subject_name(metric)
+        title = tables.subject_name(subject)
         descriptions.append(f"{title}: {', '.join(means)}")
         axes.set_yticks(range(len(labels)), [looks[label]["label"] for label in labels], fontsize=8)
         # The first variant is at the top.
@@ -228,10 +234,10 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
         values = [
             value
             for other in shown
-            if other.metric == metric.metric
+            if other.metric == subject.metric
             for value in _values(by_metric[other])
         ]
-        axes.set_xlim(*figures.limits(values, fraction=metric.is_fraction))
+        axes.set_xlim(*figures.limits(values, fraction=subject.is_fraction))
         # Readers would overlook an offset such as +3.2 at the end of an axis.
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=6)
@@ -265,7 +271,7 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
     findings = _findings(comparison)
     test_sentence, is_significant = _test_sentence(comparison)
     if is_significant is False:
-        # What may be due to chance is not the first thing to read.
+        # The findings may be due to chance, so readers are told first what the tests show.
         paragraphs = [test_sentence, *findings, compared]
     else:
         paragraphs = [*findings, f"{test_sentence} {compared}"]
@@ -281,11 +287,11 @@ def _seeds(comparison: Comparison) -> dict[str, set[int]]:
 
 
 def _findings(comparison: Comparison) -> list[str]:
-    """Return a sentence for each evaluated task about its first metric, or about the validation
-    loss without tasks.
+    """Return a sentence for each evaluated task about its first metric; without tasks, a sentence
+    about the first metric of the training, such as the validation loss.
 
     The sentences are about the seeds that all variants have, if there are any: a seed that only
-    some have would make them look better or worse than the others.
+    some variants have would make these look better or worse than the others.
     """
     seeds = _seeds(comparison).values()
     # If no seed is shared, all seeds count.
@@ -297,15 +303,15 @@ def _findings(comparison: Comparison) -> list[str]:
     sentences = []
     for task in evaluated:
         means = {
-            metric: {result.variant: result.mean for result in results}
-            for metric, results in tasks[task].items()
-            if metric.better != "neither"
+            subject: {result.variant: result.mean for result in results}
+            for subject, results in tasks[task].items()
+            if subject.better != "neither"
         }
         values = first_measured(means, prefix="mean" if len(shared) > 1 else "")
         if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(values, comparison.baseline))
-    # The table has values of all seeds, so readers are told which ones this counts.
+    # The tables have means over all seeds, so readers are told which seeds the sentences count.
     if len(runs) < len(comparison.runs):
         names = ", ".join(map(str, sorted(shared)))
         sentences.append(f"This counts only the seeds that all variants have: {names}.")
@@ -318,23 +324,28 @@ def _test_sentence(comparison: Comparison) -> tuple[str, bool | None]:
     """
     tasks = by_task(comparison)
     ranking = [
-        metric for by_metric in tasks.values() for metric in by_metric if metric.better != "neither"
+        subject
+        for by_metric in tasks.values()
+        for subject in by_metric
+        if subject.better != "neither"
     ]
     if not ranking:
         return "None of the measured metrics ranks variants.", None
 
     first = ranking[0]
-    # The smallest p of each variant, under any condition of the first metric.
+    # For each variant, the smallest p of the first metric at any length and in any group.
     p_values = {}
-    for metric, results in tasks[first.task].items():
+    for subject, results in tasks[first.task].items():
         for result in results:
             test = result.difference
-            if metric.metric == first.metric and test is not None and test.p is not None:
+            if subject.metric == first.metric and test is not None and test.p is not None:
                 smallest = min(test.p, p_values.get(result.variant, 1.0))
                 p_values[result.variant] = smallest
 
     name = first.metric
-    if len(tasks) > 2:  # several tasks, and the training
+    # One of `tasks` is the training. With two of them, only one task was evaluated, and the
+    # sentence need not name it.
+    if len(tasks) > 2:
         name += f" ({task_title(first.task)})"
     if not p_values:
         return (
@@ -363,7 +374,8 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     sentences = [f"{counted(len(variants), 'variant')} on {enumerated(machines)}."]
     most = max(map(len, _seeds(comparison).values()), default=0)
     if most > 1:
-        # The 95 % interval of the mean reaches this far, in standard deviations.
+        # Half the width of the 95 % interval of a mean difference, in standard deviations of the
+        # differences.
         half_width = t_quantile(most - 1) / math.sqrt(most)
         sentences += [
             (
@@ -388,12 +400,14 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
 
 def warnings(comparison: Comparison) -> list[str]:
     """Return a warning if hardware, versions or data differ between runs, else an empty list."""
-    facts = {}
+    # The different values of each fact, such as the hardware, the version of torch or the
+    # fingerprint of a file.
+    values_of_facts = {}
     for run in comparison.runs:
-        origin = {"the hardware": run.hardware, **run.versions, **run.data}
-        for name, value in origin.items():
-            facts.setdefault(name, set()).add(value)
-    changed = [name for name, values in facts.items() if len(values) > 1]
+        facts = {"the hardware": run.hardware, **run.versions, **run.data}
+        for name, value in facts.items():
+            values_of_facts.setdefault(name, set()).add(value)
+    changed = [name for name, values in values_of_facts.items() if len(values) > 1]
     if changed:
         return [
             f"These differ between the runs, which may not be comparable: {', '.join(changed)}."

@@ -17,8 +17,8 @@ class Measured:
     """The values of one metric under several conditions, such as context lengths, for variants or
     models.
 
-    Values count as equal if they have the same whole percentage, or the same text in a table if
-    they are no fractions.
+    Two fractions, such as accuracies, count as equal if they round to the same whole percentage.
+    Other values count as equal if they look the same in a table.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Measured:
 
         ascending = sorted(self.labels, key=lambda label: self.values[condition][label])
         best = ascending[-1] if self.better == "higher" else ascending[0]
-        # A difference that readers cannot see in the numbers is none.
+        # Labels whose rounded values are the same share the first place.
         return [label for label in self.labels if rounded(label) == rounded(best)]
 
     def describe(self, labels: Sequence[str], conditions: Sequence[str] = ()) -> str:
@@ -109,17 +109,17 @@ class Measured:
 def first_measured(
     scores: Mapping[Score, Mapping[str, float]], prefix: str = ""
 ) -> Measured | None:
-    """Return the values of the first metric in `scores`: the values of a task by subject (a score
-    without its value) and by label.
+    """Return the values of the first metric in `scores`.
 
-    `prefix`, such as `mean`, precedes the name in sentences. Returns None without a metric, or if
-    no label has a value under every condition.
+    `scores` has the values of a task by subject (a score without its value) and by label. `prefix`,
+    such as `mean`, precedes the metric's name in sentences. Returns None without a metric, or if no
+    label has a value under every condition.
     """
     if not scores:
         return None
     first = next(iter(scores))
     subjects = [subject for subject in scores if subject.metric == first.metric]
-    # The group is left out if it is the same at all lengths.
+    # If all subjects have a length and the same group, conditions are named by their lengths only.
     if all(subject.length is not None and subject.group == first.group for subject in subjects):
         values = {location(replace(subject, group="")): scores[subject] for subject in subjects}
     else:
@@ -162,7 +162,7 @@ def _sentence(measured: Measured, reference: str) -> str:
         names = enumerated(labels, MOST_LISTED)
         return f"{names} have about the same {name}: {measured.describe(labels)}."
 
-    # Exactly the variants with one setting are best everywhere.
+    # A setting such as `increments=signed`, if exactly the variants with it are best everywhere.
     setting = _common_setting(always_best, labels)
     if setting:
         return (
@@ -171,14 +171,14 @@ def _sentence(measured: Measured, reference: str) -> str:
         )
 
     extreme = "highest" if measured.better == "higher" else "lowest"
-    # The same labels are best everywhere.
+    # Some labels are among the best under every condition.
     if always_best:
         compared = _compared(measured, others, reference)
         verb = "has" if len(always_best) == 1 else "have"
         subject = f"{enumerated(always_best, MOST_LISTED)} {verb} the {extreme} {name}"
         return f"{subject}: {measured.describe(always_best)}{compared}."
 
-    # Different labels are best under different conditions.
+    # No label is among the best everywhere. The conditions, by the labels that are best under them.
     conditions_led = {}
     for condition, leaders in best.items():
         conditions_led.setdefault(tuple(leaders), []).append(condition)
@@ -186,6 +186,7 @@ def _sentence(measured: Measured, reference: str) -> str:
         f"that of {enumerated(leaders, MOST_LISTED)} with {measured.describe(leaders, conditions)}"
         for leaders, conditions in conditions_led.items()
     ]
+    # The labels that are best under no condition.
     others = [label for label in labels if not any(label in leaders for leaders in conditions_led)]
     # The values of the reference are given even if it is sometimes the best.
     if reference in labels:
@@ -212,10 +213,10 @@ def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
     """Return the part of a variant's name, such as `increments=signed`, that all of `chosen` have
     and no other label has; empty if there is none.
     """
-    # A single variant is named by its whole name.
+    # A single variant is called by its name, not by one of its settings.
     if len(chosen) < 2:
         return ""
-    # A variant's name is its encoding and its settings.
+    # A variant's name is its encoding and its settings, such as `tape+increments=signed`.
     for part in chosen[0].split("+"):
         if [label for label in labels if part in label.split("+")] == list(chosen):
             return part
@@ -224,7 +225,7 @@ def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
 
 def _phrase_of(conditions: Sequence[str]) -> str:
     """Return a phrase for conditions, such as ` at 8 blanks and 16 blanks` or ` for books`."""
-    if conditions == [""]:  # the only one, which has no name
+    if conditions == [""]:  # a score without group and length, whose condition has no name
         return ""
     preposition = "at" if _are_sizes(conditions) else "for"
     return f" {preposition} {enumerated(conditions, MOST_LISTED)}"

@@ -50,6 +50,7 @@ from megatron_tape.text import counted, flop_count
 _SHOWN_POINTS = 300
 """Maximum number of points of a curve. A longer curve is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
+"""The metrics of training whose curves are drawn, and what a reader calls them."""
 _LOSS_SETTINGS = (
     ("model", "seq_length"),
     ("data", "prefix"),
@@ -126,7 +127,7 @@ def read_runs_and_results(paths: Iterable[str | Path]) -> tuple[dict[str, Run], 
 
 
 def _label(name: str, path: Path, taken: dict) -> str:
-    """Return a label that is not yet in `taken`: `name`, or else with the path."""
+    """Return a label that is not yet in `taken`: `name`, or `name (path)` if `name` is taken."""
     if name in taken:
         return f"{name} ({path})"
     return name
@@ -143,7 +144,7 @@ def page(
     `missing` names runs of the comparisons that are not finished.
     """
     sections = []
-    comparable = []
+    comparable = []  # names of the tasks whose scores can be compared between models
     titles = []
     sentences = []
     for comparison in comparisons:
@@ -162,7 +163,7 @@ def page(
         for name in sorted(evaluated, key=[*TASKS, *sorted(evaluated)].index):
             section = _task_section(results, name)
             sections.append(section)
-            # A warning says that the scores of the task rank no model.
+            # The warnings of a section say that the scores of its task cannot be compared.
             if not section.warnings:
                 comparable.append(name)
         if runs:
@@ -170,7 +171,7 @@ def page(
             warnings = training_warnings(runs)
             sections.append(Section("Training", [runs_table(runs)], pictures, warnings))
 
-    # Figures of training are not the first thing to read if models were evaluated.
+    # If models were evaluated, the title and the sentences do not mention the training.
     if results:
         titles.append(f"evaluation of {enumerated(list(results), most=4)}")
         sentences += _evaluation_paragraphs(results, comparable)
@@ -208,6 +209,7 @@ def _evaluation_paragraphs(results: Mapping[str, Results], comparable: Sequence[
         tasks = {
             label: result.tasks[name] for label, result in results.items() if name in result.tasks
         }
+        # The values of the task, by subject (a score without its value) and model label.
         values = {}
         for subject, scores in by_subject(tasks).items():
             if subject.better != "neither":
@@ -233,7 +235,7 @@ def _evaluation_paragraphs(results: Mapping[str, Results], comparable: Sequence[
         )
         return [*findings, f"{clear} {scope} {models}"]
 
-    # Differences that are within the intervals are not the first thing to read.
+    # The findings may be due to chance, so readers are told first that no model leads clearly.
     caveat = (
         f"No model leads clearly: in none of {compared_scores} do 95 % intervals separate the best"
         " model from the others."
@@ -258,10 +260,10 @@ def _shown(value: Any) -> Any:
     """Return a value of the template as it is shown. jinja2 calls this for each value, and escapes
     texts afterwards.
     """
-    # Also excludes `Markup`, a subclass of str for texts that are safe.
+    # Numbers stay as they are, and so does `Markup`, a subclass of str for texts that are safe.
     if type(value) is not str:
         return value
-    # No line ends between a number and its percent sign.
+    # A browser does not break a line at a no-break space, so a number stays with its percent sign.
     return clean(value).replace(" %", "\N{NO-BREAK SPACE}%")
 
 
@@ -270,12 +272,14 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
     fails, print a warning, and return an empty URL with the reason as description.
     """
     pictures: list[tuple[str, str, float]] = []
+    # The number of drawings is not known, so the progress line shows no percentage. It names the
+    # subject, without the seconds since the start, which the lambda receives and ignores.
     progress = Progress(None)
     for subject, make_pictures in drawings:
         progress.update(0, lambda _: f"drawing {clean(subject)}")  # noqa: B023
         try:
             for picture in make_pictures():
-                # `Markup`, because `_shown` would shorten a long str.
+                # `_shown` would shorten a str of this length, but leaves `Markup` as it is.
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:  # of a task's drawing; the other pictures are still shown
@@ -339,9 +343,10 @@ def runs_table(runs: Mapping[str, Run]) -> Table:
         teraflops = run.curve(TFLOPS_PER_SECOND).median
         speed = number(teraflops)
         if teraflops is not None:
+            # The column is still sorted by the number of TFLOP/s.
             speed = replace(speed, text=f"{flop_count(teraflops * 1e12)}/s")
 
-        # 0 and 4 are numbers of decimals.
+        # The arguments 0 and 4 of `number` are numbers of decimals.
         rows.append(
             [
                 text(label),
@@ -370,10 +375,11 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
     keys = {
         key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1
     }
-    # For each drawing, the titles of its panels by the key of the metric.
+    # For each drawing, the titles of its panels by the key of the metric. The drawings of `_NAMES`
+    # have a single panel, which needs no title.
     panels = {_NAMES[key]: {key: ""} for key in _NAMES if key in keys}
     for key in sorted(keys):
-        # Keys are DURING, then TASK/METRIC/GROUP/LENGTH without empty parts.
+        # Scores of tasks have the keys DURING + TASK/METRIC/GROUP/LENGTH, without empty parts.
         if key.startswith(DURING):
             task, *parts = key.removeprefix(DURING).split("/")
             # The names for readers of the task's groups, from the settings of all runs.

@@ -50,7 +50,8 @@ class Table:
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
         """The names of groups, and their rows; without groups, all rows with an empty name."""
-        # `groupby` calls its key function once for each row, in order.
+        # `groupby` calls its key function once for each row, in order. So the function can ignore
+        # the row and return the next name.
         names = iter(self.row_groups or [""] * len(self.rows))
         return [(name, list(rows)) for name, rows in groupby(self.rows, lambda _: next(names))]
 
@@ -69,7 +70,7 @@ def table(
     row_groups: Sequence[str] = (),
 ) -> Table:
     """Return a table without the columns that are empty in every row."""
-    # Such as the group and the length, which many scores do not have.
+    # A column such as the group or the length is empty if no score has one.
     filled = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
     kept = [list(compress(row, filled)) for row in rows]
     return Table(caption, list(compress(columns, filled)), kept, row_groups)
@@ -151,7 +152,7 @@ def decimals_for(values: Iterable[float]) -> int | None:
     """
     values = list(values)
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-    # Counts, such as numbers of parameters.
+    # Whole numbers, such as numbers of parameters, have no decimals.
     if largest >= 2 and all(float(value).is_integer() for value in values):
         return 0
     if largest >= 1e5:
@@ -211,7 +212,7 @@ def score_tables(tasks: Mapping[str, TaskResult], comparable: bool = True) -> li
 
     rows = []
     # All lengths and groups of a metric follow each other.
-    order = list(values)
+    order = list(values)  # the metrics, in the order of their first scores
     for subject in sorted(subjects, key=lambda subject: order.index(subject.metric)):
         scores = subjects[subject]
         best = None
@@ -273,9 +274,11 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
     tasks = [result.tasks[name] for result in results]
     warnings = []
 
+    # The values of each setting in the results, by its key.
     settings = {}
     for task in tasks:
-        # Earlier versions of passkey had the setting `form`, and other prompts.
+        # Earlier versions of passkey had other prompts. Their results have the setting `form`. All
+        # other results get the value None for it, so that the two differ.
         for key, value in {"form": None, **task.settings}.items():
             if key not in _NOT_COMPARED:
                 settings.setdefault(key, []).append(value)
@@ -286,7 +289,8 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
     if changed:
         warnings.append(f"These differ, and scores may not be comparable: {', '.join(changed)}.")
 
-    # Digests of the scored tokens or, for tasks without digests, the size of the vocabulary.
+    # For each model with scores per token: digests of the scored tokens or, for tasks without
+    # digests, the size of the vocabulary.
     scored = []
     for task, result in zip(tasks, results):
         tokens = task.details.get("scored") or result.model.config.get("vocab_size")
