@@ -55,18 +55,18 @@ def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the names for readers of the groups of scores of the task `name`, by group, given its
     settings from a file; empty if the task or its settings are unknown or invalid.
     """
-    # Defaults would name groups that the file does not describe.
+    # Without settings, the task's defaults would apply, and name groups that the file may not have.
     if name not in TASKS or not settings:
         return {}
     task = TASKS[name]
-    # Settings that other versions had do not matter for names.
+    # Settings of other versions, which this version does not know, are left out.
     known = {field.name for field in fields(task.Settings)} & settings.keys()
     try:
         valid = validator(task.Settings).validate_python({key: settings[key] for key in known})
         names = task(valid).group_names()
     except ValueError:  # such as settings that this version refuses
         return {}
-    # Two groups with one name would be mixed.
+    # If two groups had the same name, readers would mix up their scores, so no name is used.
     if len(set(names.values())) == len(names):
         return names
     return {}

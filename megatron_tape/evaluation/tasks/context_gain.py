@@ -80,8 +80,9 @@ class ContextGain(WindowTask):
         short, *longer = self.context_lengths(info)
         # Arrays of the losses of scored tokens by unit key, `SOURCE/NUMBER/LENGTH`.
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
+        # The indices of each document's key tokens among its scored tokens.
         key_tokens = {}
-        by_source = {}
+        by_source = {}  # the keys of documents, `SOURCE/NUMBER`, by source
         for document in dict.fromkeys(key.rpartition("/")[0] for key in values):
             by_source.setdefault(document.split("/")[0], []).append(document)
             # The scored tokens are the same at every length, so their losses can be subtracted.
@@ -109,7 +110,7 @@ class ContextGain(WindowTask):
         details = {
             "scored": self.scored(),
             "short": short,
-            # Scores of models with other key tokens cannot be compared.
+            # Compared on a page: scores on different key tokens are not comparable.
             "key_tokens": {document: indices.tolist() for document, indices in key_tokens.items()},
         }
         return Summary(scores, details, [*notes, BIAS, *self.notes_on_documents()])

@@ -138,8 +138,8 @@ class WindowTask(DocumentTask):
         """
         stride = self.settings.stride
         longest = max(self.context_lengths(model.info))
-        # At the longest length, the first window ends with token `longest`, and so is full. Its
-        # first scored token is the first one at every length.
+        # At the longest length, the first window ends with token `longest` (from 0), so that its
+        # context is full. Its first scored token, `first`, is the first one at every length.
         first = longest + 1 - scored_per_window(longest, stride)
         stop = min(first + (self.settings.windows or 8) * stride, len(document.tokens))
         # The model reads `length` tokens, including the beginning-of-text token; the last token is
@@ -160,8 +160,8 @@ class WindowTask(DocumentTask):
 
         Models with equal digests were measured on the same tokens.
         """
-        # Units of different lengths have the same scored tokens. With protocol longlora, the units
-        # of one source follow each other.
+        # The units of a document score the same tokens at every length. With protocol longlora, the
+        # units of a source have consecutive windows of one long document.
         by_document = {}
         for work in self.work.values():
             by_document.setdefault(work.document.key, []).append(work)
@@ -215,7 +215,7 @@ def window_losses(
     tokens = np.concatenate(
         [np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]]
     )
-    # No token precedes the first one, so its loss is not defined.
+    # `losses` returns those from token `first` on. Token 0 has no loss, as nothing precedes it.
     first = 1 if whole else len(tokens) - window.scored
     losses = model.losses(tokens, first)
     if not np.isfinite(losses).all():

@@ -40,7 +40,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str]) -> TaskManager:
     `include` are directories of task files. The harness's own 14,000 task files are slow to read,
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
-    # The first index is without the harness's own tasks, the second with them.
+    # The first index has no tasks of the harness itself (`defaults`), the second has them.
     for defaults in (False, True):
         manager = task_index(tuple(include), defaults)
         known = set(manager.all_tasks)
@@ -95,7 +95,8 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None) -> dict:
         ) from error
 
     for task in loaded["tasks"].values():
-        # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
+        # As in the harness's command, a task that sets num_fewshot to 0 gets no examples, whatever
+        # `fewshot` is.
         examples = task.get_config("num_fewshot")
         if fewshot is not None and examples != 0:
             examples = fewshot
@@ -116,14 +117,14 @@ def builtin_configuration(folder: str, name: str) -> dict:
     """Load the configuration `name`.yaml in a folder of the harness's tasks, with the functions
     that it names.
     """
-    # Importing RULER's functions would download data of nltk that few of them use.
+    # Importing RULER's functions would download data of nltk that only few of them use.
     with (
         quiet(),
         mock.patch("nltk.download", lambda *_, **__: False),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
-    # A task of this configuration belongs to no group.
+    # The task is run by itself, not as a part of the harness's groups.
     for key in ("tag", "group"):
         config.pop(key, None)
     return config
@@ -162,7 +163,8 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
             log_samples=True,
         )
 
-    # Other models of the harness than `HarnessModel` record no truncated requests.
+    # Only a `HarnessModel` records truncated requests. Other models of the harness have no such
+    # set.
     truncated = getattr(model, "truncated", set())
     return [
         {
@@ -182,7 +184,8 @@ def _metrics(values: dict, higher_is_better: dict) -> dict:
     """
     metrics = {}
     for key, value in values.items():
-        # Results also have other keys, such as the alias of the task.
+        # Metrics have keys such as `acc,none` and `acc_stderr,none`. Other keys, such as `alias`,
+        # have no comma.
         metric, _, filter_name = key.partition(",")
         is_metric = filter_name and not metric.endswith("_stderr")
         if is_metric and isinstance(value, (int, float)):
@@ -193,7 +196,7 @@ def _metrics(values: dict, higher_is_better: dict) -> dict:
             metrics[key] = {
                 "value": float(value),
                 "error": error,
-                # True also for metrics that do not say it.
+                # If the harness does not say it for a metric, higher values count as better.
                 "higher_is_better": higher_is_better.get(metric) is not False,
             }
     return metrics
@@ -206,7 +209,8 @@ def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
     `samples` are the harness's records of a task, one for each document and filter. `truncated` has
     the texts of the truncated requests: (prompt,) or (context, continuation).
     """
-    # A record of each document by its number. What is read from it does not depend on the filter.
+    # By the number of the document: its record for the first filter. The fields that are read from
+    # it are the same for all filters.
     documents = {}
     # Values by `metric,filter`, and by the number of the document.
     values = {}
@@ -219,7 +223,7 @@ def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
 
     def is_truncated(record: dict) -> bool:
         """Return whether one of the requests of a document was truncated."""
-        # A request to generate text has a dictionary of options after the prompt.
+        # Only the texts are compared: a request to generate text also has a dictionary of options.
         requests = [
             tuple(part for part in request if isinstance(part, str))
             for request in record["arguments"]

@@ -87,7 +87,7 @@ class HarnessModel(HFLM):
                     f" {self.max_length:,}",
                     "remove its task",
                 )
-            # Plus one: the last token is predicted, but the model does not read it.
+            # Plus one, since the model does not read the last token, which it only predicts.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
         return super()._loglikelihood_tokens(requests, *arguments, **options)
@@ -113,8 +113,8 @@ def harness_model(model: Any, batch_size: int, max_length: int | None) -> Harnes
             f"of {model.info.label} has no end-of-text token, which lm_eval requires",
             "set eos_token in its tokenizer_config.json",
         )
-    # The harness encodes prompt and answer separately, so a token at the end of each text would be
-    # between them.
+    # The harness encodes prompt and answer separately. If the tokenizer adds a token at the end of
+    # each text, such as an end-of-text token, this token would be between prompt and answer.
     last = tokenizer("a", verbose=False)["input_ids"][-1]
     if last != tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1]:
         raise ConfigError(

@@ -22,7 +22,7 @@ from megatron_tape.evaluation.task import (
 )
 
 _TASK_FILES = (".yaml", ".yml")
-# Task files may read the others.
+# The suffixes of task files, and those of files that task files may read.
 _FILES = (*_TASK_FILES, ".py", ".json", ".jsonl", ".csv", ".txt")
 
 
@@ -108,10 +108,10 @@ class LmEval(Task):
         """Return the metrics of all tasks and groups as scores."""
         scores = []
         notes = []
-        tasks = {}
+        tasks = {}  # by name of a task or group, what `details` says about it
         for value in values.values():
             for outcome in value["outcomes"]:
-                # A task in several groups has the same outcome in each.
+                # A task that is in several groups has the same outcome in each, and counts once.
                 if outcome["name"] not in tasks:
                     scores += _scores(outcome)
                     notes += _notes(outcome, value["max_length"])
@@ -154,7 +154,7 @@ def _finite(outcome: dict) -> dict:
     finite = {key: metric for key, metric in metrics.items() if math.isfinite(metric["value"])}
     values = {}
     for key in finite:
-        # Some metrics have no value per document, or one that is no number.
+        # The values by document are left out if there are none, or if one is not a finite number.
         column = outcome["values"].get(key)
         if column and all(
             isinstance(value, (int, float)) and math.isfinite(value) for value in column
@@ -206,7 +206,8 @@ def _interval(metric: dict, values: list[float] | None) -> Interval:
     harness's standard error. `values` are those of the documents, or None if unknown.
     """
     value = metric["value"]
-    # A metric of values 0 and 1 need not be their mean: F1, for example, is not.
+    # Wilson's interval holds only for the mean of values 0 and 1. F1, for example, is computed from
+    # such values, but is not their mean.
     if values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), value):
         return wilson(sum(values), len(values))
     if metric["error"] is None:

@@ -72,7 +72,7 @@ class Passkey(Task):
         keys = []
         answers = []
         for _ in range(self.settings.samples):
-            # The first digit is not 0.
+            # A key of 5 digits is at least 10000, so that its first digit is not 0.
             key = str(generator.randrange(10 ** (digits - 1), 10**digits))
             answer, _ = model.answer(self.prompt(model, length, depth, key), self._answer_tokens)
             keys.append(key)
@@ -99,7 +99,8 @@ class Passkey(Task):
                 f"has {length}, but a prompt without filler and its answer have {shortest} tokens",
                 f"set lengths of at least {shortest}",
             )
-        # `np.resize` repeats the tokens. Encoding a text of a million tokens would take long.
+        # `np.resize` repeats or cuts the tokens to this number. Encoding a text of a million tokens
+        # would take long.
         encoded = model.encode(" ".join([FILLER] * REPEATS))
         filler = np.resize(encoded, length - shortest).tolist()
         before = round(depth * len(filler))  # the number of filler tokens before the key

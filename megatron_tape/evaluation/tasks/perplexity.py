@@ -102,7 +102,7 @@ class Perplexity(WindowTask):
                 )
             # All tokens but the first are scored.
             windows = [Window(start, start + length, length - 1) for start in starts]
-            # One unit would be too long to repeat after an interruption.
+            # A single unit with all windows would take long to repeat after an interruption.
             for first in range(0, len(windows), WINDOWS_PER_UNIT):
                 part = windows[first : first + WINDOWS_PER_UNIT]
                 work[f"{text_source.name}/{first}/{length}"] = Work(stream, length, part)
@@ -137,6 +137,7 @@ class Perplexity(WindowTask):
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         """Return losses, perplexities and bits per byte by source and length."""
+        # The values of a source's documents (or groups of windows), by source and length.
         groups = {}
         for key, value in values.items():
             name, _, length_of_unit = key.split("/")
@@ -155,7 +156,8 @@ class Perplexity(WindowTask):
         positions = {}
         for (name, length), group_values in groups.items():
             scores += _scores_of_documents(group_values, length, name)
-            # What follows is the same at every length, or measured at the longest only.
+            # Positions are measured only at the longest length; tokens and bytes are the same at
+            # all lengths.
             if length != max(self.context_lengths(info)):
                 continue
             positions[name] = _mean_by_position(

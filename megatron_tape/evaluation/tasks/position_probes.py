@@ -78,12 +78,12 @@ def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Ite
     """Within the context, call on_state(l, z_l, z_0) when layer l runs, with states (N, G, D) of
     the first sequence.
     """
-    phases = None
+    phases = None  # RoPE's phases, which layer 0 reads
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
         """Read the arguments of a layer: hidden states, position state, and others."""
         nonlocal phases
-        state = arguments[1][0]  # of the first sequence
+        state = arguments[1][0]  # the position state of the first sequence
         if index == 0:
             phases = state
         on_state(index, state, phases)
@@ -109,7 +109,7 @@ def with_phases(
     implementation returns no maps.
     """
     layers = layers_of(model)
-    phases = None
+    phases = None  # RoPE's phases (B, S, G, D), set by `keep_phases`
 
     def keep_phases(_: nn.Module, arguments: tuple) -> None:
         """Remember the state that enters layer 0."""
@@ -153,7 +153,8 @@ def attention_changes(model: Any, tokens: Tensor) -> list[list[float]]:
     def on_maps(_: int, state_map: Tensor, phases_map: Tensor) -> None:
         """Compare the attention maps (B, H, N, N) of a layer."""
         difference = (state_map[0].float() - phases_map[0].float()).abs()
-        # The total variation distance, averaged over queries.
+        # Half of the sum of differences is the fraction that moves (the total variation distance).
+        # It is averaged over queries.
         changes.append((difference.sum(-1).mean(-1) / 2).tolist())
 
     implementation = model.config._attn_implementation

@@ -51,6 +51,7 @@ _BUCKETS = 32
 _DISTANCES = 24
 """Maximum number of distances between tokens at which similarities are measured."""
 _LENGTH = 1024
+"""Number of tokens of each document if neither the settings nor the model say it."""
 
 
 class PositionPictures(DocumentTask):
@@ -86,14 +87,15 @@ class PositionPictures(DocumentTask):
         length = self.minimum_tokens(model.info)
         # The length includes the beginning-of-text token.
         size = length - len(model.bos)
-        # The settings of this task allow only one source.
+        # `data` of this task is a single path, so there is one source.
         (text_source,) = self.text_sources
         documents, _ = long_documents(text_source, model, size, self.most_documents)
         self._tokens = [
             np.array([*model.bos, *document.tokens[:size]], np.int64) for document in documents
         ]
 
-        # Each ablated layer takes another forward pass.
+        # The cost is the number of tokens times the number of forward passes. Each ablated layer
+        # takes another one.
         passes = 1
         if self.settings.ablation:
             passes += model.info.config["num_hidden_layers"]
@@ -124,7 +126,7 @@ class PositionPictures(DocumentTask):
         from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
-        # Filled by `on_state`, one item per layer.
+        # `on_state` adds one item per layer to each of these lists.
         distance_by_group = []
         distance_by_position = []
         similarity = []
@@ -151,7 +153,7 @@ class PositionPictures(DocumentTask):
             "similarity": similarity,
         }
         if self.settings.ablation:
-            # Layer 0 always reads RoPE's phases.
+            # Layer 0 always reads RoPE's phases, so its ablation does not change the loss.
             layers = range(1, len(probes.layers_of(model)))
             value["ablated"] = [loss, *(ablated_loss([layer]) for layer in layers)]
             value["all_ablated"] = ablated_loss(layers)
@@ -173,9 +175,9 @@ class PositionPictures(DocumentTask):
             tokens = column("tokens")
             return ratio_score(metric, sums, tokens, better, group=group, unit=NATS, **common)
 
-        # How far the states are from RoPE's phases: (documents, layers, head groups).
+        # How far the states are from RoPE's phases, of shape (documents, layers, head groups).
         distance = column("distance")
-        # Each document counts as one, so the ratio is the mean over documents.
+        # With denominators of 1, `ratio_score` gives the mean over documents.
         ones = np.ones(count)
         scores = [
             ratio_score(
@@ -186,7 +188,7 @@ class PositionPictures(DocumentTask):
                 group=f"layer {layer}",
                 **common,
             )
-            # Means over head groups, (layers, documents).
+            # Means over head groups, of shape (layers, documents).
             for layer, by_document in enumerate(distance.mean(2).T)
         ]
 
@@ -248,7 +250,7 @@ def _bucket_means(values: np.ndarray) -> list[float]:
 def _distances_by_layer(results: TaskResults) -> Picture:
     """Return a picture of distances from RoPE's phases by layer and head group."""
     distances = {label: result.details["distance"] for label, result in results.items()}
-    # The end of the color range must not be 0.
+    # The color range is from 0 to the largest distance, or to 1 if all distances are 0.
     high = max(np.max(distance) for distance in distances.values()) or 1.0
     return _heat_maps(
         distances,
@@ -331,7 +333,7 @@ def _similarities(results: TaskResults) -> Picture:
         distances = result.details["distances"]
         similarity = result.details["similarity"]
         _layer_curves(axes, distances, similarity)
-        # Layer 0 reads RoPE's phases.
+        # Layer 0 reads RoPE's phases, so its curve is that of RoPE.
         axes.plot(distances, similarity[0], color="0.5", linestyle="--", label="RoPE")
         log_scale(axes, "x", base=2)
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states")
@@ -347,7 +349,7 @@ def _similarities(results: TaskResults) -> Picture:
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
     """Draw the curves of at most `_CURVES` layers, evenly spaced, without layer 0."""
-    # Layer 0 reads RoPE's phases, so its distance is 0.
+    # Layer 0 reads RoPE's phases themselves, so its curve shows nothing of TAPE.
     count = min(_CURVES, len(layers) - 1)
     shown = np.linspace(1, len(layers) - 1, count).astype(int)
     for layer, color in zip(shown, shades(count)):

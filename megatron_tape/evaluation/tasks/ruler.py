@@ -104,7 +104,7 @@ class Ruler(Task):
         files = [getattr(settings, QUESTIONS[task]) for task in self.tasks if task in QUESTIONS]
         if set(self.tasks) & set(ESSAYS):
             files.insert(0, settings.haystack)
-        # Other data is downloaded.
+        # If the setting for a file is None, its data is downloaded instead.
         return [Path(file) for file in files if file is not None]
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -114,7 +114,7 @@ class Ruler(Task):
         checked = [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]
         for task in self.tasks:
             for length in checked:
-                # Ten show whether samples fit, without making all of them twice.
+                # Ten samples show whether samples fit. `evaluate` makes all of them.
                 self._samples(task, length, min(self.settings.samples, 10), model)
         return [
             Unit(f"{task}/{length}", cost=self.settings.samples * length)
@@ -131,7 +131,7 @@ class Ruler(Task):
         harness = model.harness(self.settings.batch_size, int(length))
         (outcome,) = run(harness, samples.tasks, seed=unit.key)
         return {
-            # The harness names the metric by the length.
+            # RULER's tasks in the harness name the metric by the length, such as `4096,none`.
             "scores": list(map(float, outcome["values"][f"{length},none"])),
             "answers": outcome["responses"],
             "expected": [row["outputs"] for row in samples.rows],
@@ -158,8 +158,8 @@ class Ruler(Task):
         """Return the score of each task and of all tasks by length, and effective lengths."""
         lengths = self.context_lengths(info)
         mean_name = self._mean_name()
-        scores = []
-        means = []
+        scores = []  # of each task at each length
+        means = []  # over the tasks, at each length
         by_task = {task: [] for task in self.tasks}
         for length in lengths:
             length_scores = []
@@ -171,7 +171,8 @@ class Ruler(Task):
                     fraction_score("score", total, len(task_scores), length=length, group=task)
                 )
                 by_task[task].append(scores[-1].value)
-            # Tasks have equal numbers of samples, so this is the mean of the tasks' scores.
+            # All tasks have the same number of samples, so the mean over samples is the mean of the
+            # tasks' scores.
             total = sum(length_scores)
             means.append(fraction_score(mean_name, total, len(length_scores), length=length))
 
@@ -242,7 +243,7 @@ class Ruler(Task):
             f"The effective length is the longest with a {name} of at least {THRESHOLD}, or 0."
         ]
         trained = self.settings.trained_length or info.trained_length
-        # 0 if the training length is not one of the lengths.
+        # The mean at the training length; 0 if this is not one of the lengths.
         own_score = max((mean.value for mean in means if mean.length == trained), default=0)
         if own_score > 0:
             scores.append(longest("own effective length", own_score))

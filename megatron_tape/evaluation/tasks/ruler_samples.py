@@ -87,8 +87,8 @@ def make_samples(
     data is missing.
     """
     config = builtin_configuration("ruler", task)
-    available = length - config["generation_kwargs"]["max_gen_toks"]
-    reserve = 0
+    available = length - config["generation_kwargs"]["max_gen_toks"]  # tokens for the prompt
+    reserve = 0  # tokens that each text is counted as longer than it is
     for _ in range(_ROUNDS):
         counter = _TokenCounter(tokenizer, reserve)
         # Each round draws the same samples, as far as they fit.
@@ -97,7 +97,7 @@ def make_samples(
         _check_samples(task, rows, count)
 
         data = datasets.Dataset.from_list(rows)
-        # `data=data` binds the samples of this round.
+        # The default `data=data` binds the samples of this round, not those of a later one.
         tasks = own_task({**config, "custom_dataset": lambda data=data, **_: {"test": data}})
         (harness_task,) = tasks["tasks"].values()
         # Includes the beginning of the answer, `gen_prefix`, which base models need.
@@ -112,7 +112,8 @@ def make_samples(
                     "its text grows in steps so large that half of the length stays unused"
                 )
             return Samples(tasks, rows, tokens)
-        # The harness does not count some of these tokens, so it gets less room for its text.
+        # The harness did not count some tokens of these prompts. In the next round, it counts
+        # `reserve` more tokens for each text, and so makes shorter prompts.
         reserve += max(tokens) - available
     raise TooShort("its prompts do not fit")
 
@@ -126,7 +127,9 @@ class _TokenCounter:
         self._tokenizer = tokenizer
         self._reserve = reserve
         self._last = ""
+        """The text that was tokenized last."""
         self._times = 0
+        """Number of times that this text was tokenized in a row."""
         self._interruption: BaseException | None = None
         """The first error or interruption while a text was tokenized."""
 
@@ -182,7 +185,8 @@ def _generate(
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
 
-    # Niah tasks import `generate_samples` from another module, in which sentences are split.
+    # Niah tasks import `generate_samples` from another module. Sentences are split there, so the
+    # function that splits them is replaced there.
     splitting = {}
     if not has_punkt():
         splitting["cached_sent_tokenize"] = _sentences
@@ -229,7 +233,7 @@ def _limited(
 
     def limited(*arguments: Any, **options: Any) -> Any:
         """Call the function with at most `count` as its number of samples."""
-        # The first samples do not depend on their number.
+        # Making fewer samples does not change them: the first ones do not depend on the number.
         options["num_samples"] = min(options.get("num_samples", _DEFAULT_COUNT), count)
         if function.__name__ in _ENDLESS:
             _refuse_endless(function, options, counter)
@@ -250,14 +254,15 @@ def _refuse_endless(function: Callable[..., Any], options: dict, counter: _Token
     size = arguments["incremental"]
     length = arguments["max_seq_length"]
     available = length - arguments["tokens_to_generate"]
-    # Samples of vt have an example before them, which is itself made without one.
+    # Samples of vt begin with an example, which takes some of the tokens. When the harness makes
+    # the example itself, there is none.
     example = arguments.get("icl_example")
     if example is not None:
         available -= counter.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
 
     module = function.__globals__
     draw = module["generate_input_output"]
-    # Samples must not depend on these draws.
+    # The draws below must not change the state of the module's generator: samples depend on it.
     replaced = {"RNG": random.Random(0)} if "RNG" in module else {}
     with seeded("the smallest samples"), mock.patch.dict(module, replaced):
         for _ in range(_DRAWS):
@@ -278,12 +283,13 @@ def _check_samples(task: str, rows: list[dict], count: int) -> None:
         raise TooShort("not all of its samples fit")
     for row in rows:
         answers = row["outputs"]
-        # Answers of questions need not be in the text word for word.
+        # In qa tasks, the text need not contain the answers word for word.
         is_question = task.startswith("qa_")
         if not answers or not (is_question or all(answer in row["input"] for answer in answers)):
             raise TooShort("its samples lack their answers")
         if task == "fwe":
-            # The text follows the instruction.
+            # The text follows the instruction, which ends with these words. fwe asks for its three
+            # most frequent words, so the fourth must be less frequent than the third.
             text = row["input"].partition("coded words. ")[2]
             ranks = Counter(re.findall(r"\b[a-z]{6}\b", text)).most_common(4)
             unique = len(ranks) == 4 and ranks[2][1] > ranks[3][1]

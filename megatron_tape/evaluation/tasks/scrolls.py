@@ -60,9 +60,11 @@ TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
 _SHARE_OF_TARGET = 4
 """Answers have at most the context length divided by this number."""
 _SAMPLES = 1000
+"""Number of bootstrap samples of an interval."""
 _COST_OF_TOKEN = 20.0
 """Cost of generating a token relative to reading one, used to balance ranks."""
 _CHARACTERS_PER_TOKEN = 4
+"""Assumed number of characters of a token, for costs."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Scrolls(Task):
         """
         path = self.settings.data[name]
         most = self.settings.examples
-        examples = {}
+        examples = {}  # by id, or by place in the file for lines without an id
         for line in read_examples(path, self.settings.split):
             # SCROLLS repeats an input for each of its reference answers.
             key = line.place if line.key is None else f"id {line.key}"
@@ -212,7 +214,7 @@ class Scrolls(Task):
             "target_cut": encoded.target_truncated,
         }
         if self.settings.loss:
-            # The prompt has no loss.
+            # Only the target has a loss: `losses` returns those from token `len(prompt)` on.
             losses = model.losses(np.array([*prompt, *target]), len(prompt))
             value |= {"nats": float(losses.sum()), "tokens": len(target)}
         if self.settings.generate:
@@ -227,8 +229,8 @@ class Scrolls(Task):
         length = self._length(info)
         scores = []
         notes = []
-        parts = {}
-        resampled = []  # bootstrap scores of each dataset
+        parts = {}  # the mean of each of `PARTS`, by dataset
+        resampled = []  # bootstrap scores (samples,) of each dataset
         for name in self.settings.data:
             examples = [value for key, value in values.items() if key.rpartition("/")[0] == name]
             count = len(examples)
@@ -320,7 +322,7 @@ class Scrolls(Task):
 
 def _resample(parts: np.ndarray) -> np.ndarray:
     """Return `_SAMPLES` bootstrap scores of a dataset, from its values (examples, `PARTS`)."""
-    # All datasets have the same seed, so that results can be repeated.
+    # The seed is fixed, so that the same values always have the same interval.
     random = np.random.default_rng(0)
     count = len(parts)
     means = []

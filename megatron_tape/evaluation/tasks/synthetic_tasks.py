@@ -38,11 +38,12 @@ from megatron_tape.synthetic import EVALUATION, Generator, sample_random
 from megatron_tape.text import counted
 
 SEQUENCES_PER_UNIT = 100
+"""Maximum number of sequences of a unit of `Variants`."""
 TRAINED = "as trained"
 """Marks the group with the sizes of the training in names for readers."""
 INDEX_FACTOR = 10**6
-"""Factor that makes the sample index of every sum unique. The numbers of digits and of samples are
-smaller.
+"""Factor that makes the sample index of every sum unique. The number of digits of an operand and
+the number of samples are smaller than the factor.
 """
 
 
@@ -63,8 +64,8 @@ def correct_answers(
         padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), dtype=np.int64)
         for row, (tokens, _) in zip(padded, batch):
             row[: len(tokens)] = tokens
-        # Padding after a sequence does not change the logits before it. The last token predicts
-        # nothing.
+        # Padding after a sequence does not change the logits before it. The model does not read the
+        # last token, since no token follows that it could predict.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
         for predicted, (tokens, answers) in zip(likeliest, batch):
             # The logits at position i predict token i + 1.
@@ -178,7 +179,7 @@ class Addition(SyntheticTask):
         # A row for each length of the first operand, a column for each of the second.
         within = np.maximum.outer(lengths, lengths) <= trained
         groups = {f"up to {self.longest} digits": np.ones_like(within)}
-        # Without both kinds of operands, there is only one group.
+        # If all operands are within the trained length, or all beyond it, there is only one group.
         if within.any() and not within.all():
             groups |= {f"up to {trained} digits": within, f"beyond {trained} digits": ~within}
 
@@ -257,7 +258,7 @@ class Variants(SyntheticTask):
             generator.sequence(self.random(offset + number)) for number in self._indices(int(start))
         ]
         masks = correct_answers(model, sequences, self.settings.batch_size)
-        # A model that always answers blank would have this many correct answers.
+        # The number of answers that are blank, which a model that always answers blank gets right.
         blanks = sum((tokens[answers] == generator.blank).sum() for tokens, answers in sequences)
         return {
             "right": [int(mask.sum()) for mask in masks],
@@ -325,7 +326,8 @@ class SelectiveCopy(Variants):
         blanks = self.settings.blanks
         shown = sorted(blanks, key=blanks.__getitem__)
         names = {name: counted(blanks[name], "blank") for name in shown}
-        # The first variant is that of the training. There may be none before `check`.
+        # The first variant is that of the training. Before `check`, there may be no variant, so
+        # that the loop does nothing.
         for trained in list(blanks)[:1]:
             names[trained] += f" ({TRAINED})"
         return names
@@ -379,7 +381,7 @@ class GridNavigation(Variants):
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError if a variant does not consist of three valid numbers."""
         for name, values in self.settings.variants.items():
-            # Steps and width are whole numbers.
+            # The first two, steps and width, must be whole numbers.
             if len(values) != 3 or any(value % 1 for value in values[:2]):
                 raise ConfigError(
                     self.key(f"variants.{name}"),
@@ -393,7 +395,7 @@ class GridNavigation(Variants):
         variants = self.settings.variants
         trained = next(iter(variants), "")
         names = {}
-        # By steps, then by width and blanks.
+        # The values of variants are lists, so they are sorted by steps, then by width and blanks.
         for name in sorted(variants, key=variants.__getitem__):
             steps, width, blanks = variants[name]
             cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)

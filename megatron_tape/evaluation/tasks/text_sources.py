@@ -63,7 +63,8 @@ def find_sources(settings: Any, section: str) -> list[TextSource]:
     """
     data = settings.data
     if isinstance(data, str):
-        # Without any suffix, such as .jsonl.gz.
+        # The name of the only source is that of its file without suffixes, such as `books` for
+        # books.jsonl.gz.
         data = {Path(data).name.split(".")[0]: data}
     if not data:
         raise ConfigError(f"{section}.data", "is empty", "give a path, or {NAME: path}")
@@ -77,7 +78,7 @@ def find_sources(settings: Any, section: str) -> list[TextSource]:
 def _find_source(name: str, path: str, settings: TextSettings, section: str) -> TextSource:
     """Return the source at a path; its kind follows from the files there. Raises ConfigError."""
     key = f"{section}.data"
-    # Keys of units separate their parts by slashes.
+    # A name must not contain a slash, which separates the parts of a unit's key.
     if not name or "/" in name:
         raise ConfigError(
             key,
@@ -149,7 +150,7 @@ def check_sources(
     for text_source in text_sources:
         if text_source.kind != "text":
             documents = _token_documents(text_source, info)
-            # Raises the errors of `long_documents`.
+            # The documents are not used here; this call raises the errors of `long_documents`.
             _select(text_source, documents, minimum, most, info)
         elif not info.has_tokenizer:
             raise ConfigError(
@@ -161,7 +162,7 @@ def check_sources(
             # A token has at least one byte.
             sizes = (len(text.encode()) for text in _texts(text_source))
             longest = max(sizes, default=0)
-            # Plus one: a tokenizer may add a token before the text.
+            # Plus one, since a tokenizer may add a token before the text.
             if longest + 1 < minimum:
                 raise _too_short(text_source, minimum, f"{longest:,} bytes")
 
@@ -197,7 +198,8 @@ def _select(
     """
     is_text = text_source.kind == "text"
     long = []
-    short_sizes = [0]  # for `max`, if there are no documents
+    # The numbers of tokens of skipped documents, after a 0 for `max`, as none may be skipped.
+    short_sizes = [0]
     for number, tokens in enumerate(documents):
         if len(tokens) < minimum:
             short_sizes.append(len(tokens))
@@ -254,7 +256,8 @@ def _token_documents(text_source: TextSource, info: ModelInfo) -> Iterator[np.nd
     if problem is not None:
         raise FileError(path, f"is damaged: {problem}", "write it again")
 
-    # Without a split, all documents are read; with one, those of the validation.
+    # `train` and `validation` are shares of the documents. Without a split, all documents are read.
+    # With one, those after the training documents are read: the validation documents.
     train = 0.0
     validation = 1.0
     if text_source.settings.split is not None:
@@ -291,9 +294,10 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
             f"copy it again, or correct {key}",
         )
 
-    # The file may be larger than the memory.
+    # The file is mapped, not read, as it may be larger than the memory.
     tokens = np.memmap(path, dtype, "r")
-    # Ids below 65,536 that were written as uint32 have an upper half of 0.
+    # If ids below 65,536 were written as uint32, their upper halves, which uint16 reads as every
+    # second value, are 0.
     if dtype.itemsize == 2 and len(tokens) % 2 == 0 and not tokens[1::2].any():
         raise FileError(
             path,
