@@ -48,6 +48,7 @@ class FinishedRun:
     seconds: Number
     """Time of training and evaluation in seconds, without the time before an interruption."""
     created: Number
+    """Time when the run was finished, in seconds since 1970."""
     hardware: str
     versions: dict[str, str]
     data: dict[str, str] = field(default_factory=dict)
@@ -150,11 +151,11 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
         before = recorded.evaluation.get(task, {})
         if task not in recorded.evaluation:
             differences.append(f"{task} was not evaluated")
-        # Earlier versions of passkey had the setting `form`, and other prompts.
+        # Only earlier versions of passkey, which had other prompts, had the setting `form`.
         if "form" in before:
             differences.append(f"{task} was evaluated with other prompts")
         differences += _changes(before, settings, task)
-    # A file without runs has no results that could differ.
+    # Without runs, the file has nothing to add, so differences do not matter.
     if recorded.runs:
         refuse_changed(path, differences)
 
@@ -178,7 +179,7 @@ def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = Fal
 
     With `of_variants`, the positional encoding may differ too.
     """
-    ignored = ["attention_backend"]
+    ignored = ["attention_backend"]  # settings of the section `model` that may differ
     if of_variants:
         ignored.append("position_encoding")
     # Converted to JSON and back, so that types are the same as in the file.
@@ -202,6 +203,7 @@ def _changes(before: dict, now: dict, section: str = "") -> list[str]:
 
 def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]]:
     """Return the results of all variants by metric: a score without its value."""
+    # Values by metric, by variant and by seed.
     values = {}
     for run in comparison.runs:
         for score in run.scores:
@@ -215,7 +217,7 @@ def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]
 
 def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> list[VariantResult]:
     """Return the result of each variant, given its values of one metric by seed."""
-    reference = by_variant.get(baseline, {})
+    reference = by_variant.get(baseline, {})  # values of the baseline by seed
     tests = {}
     for variant, values in by_variant.items():
         differences = [
@@ -224,7 +226,7 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
         if differences and variant != baseline:
             tests[variant] = paired_t(differences)
 
-    # Every variant is another chance that a difference seems significant.
+    # With every variant, it is more likely that a difference seems significant by chance.
     corrected = dict(zip(tests, holm(list(tests.values()))))
     return [
         VariantResult(variant, dict(sorted(values.items())), corrected.get(variant))
@@ -246,12 +248,13 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
         training_score("arithmetic", teraflops, "neither", unit="TFLOP"),
     ]
 
-    # The first metric that ranks variants is in the headline, so the loss comes before the time.
+    # The first metric that ranks variants is in the headline. So the time goes to the front of the
+    # list, and then the loss before it.
     tokens_per_second = run.curve(TOKENS_PER_SECOND).median
     if tokens_per_second:
         seconds = train.global_batch_size * config.model.seq_length / tokens_per_second
         scores.insert(0, training_score("seconds per step", seconds, "lower", unit="s"))
-    # An earlier validation would be of a model that was trained less.
+    # A loss of an earlier step is left out, since the model was trained less then.
     step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
     if loss is not None and step == train.steps:
         scores.insert(0, training_score("validation loss", loss, "lower", unit="nats per token"))

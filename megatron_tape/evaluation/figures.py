@@ -73,6 +73,7 @@ _UNSHOWABLE = re.compile(f"[{CONTROLS}\ud800-\udfff\ufffe\uffff]")
 _ENCODINGS: ContextVar[Mapping[str, str | None]] = ContextVar(
     "encodings of the models", default=MappingProxyType({})
 )
+"""The encoding of each model, by label, within `model_encodings`; None if it is unknown."""
 DOTS_PER_INCH = 150
 
 
@@ -86,7 +87,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
     """
     labels = list(labels)
     encodings = dict(_ENCODINGS.get())
-    # Known models come first, so that their styles do not depend on `labels`.
+    # Models set by `model_encodings` come first, so that their styles do not depend on `labels`.
     for label in labels:
         encodings.setdefault(label, None)
     # Models of unknown encodings never get the colors of RoPE and TAPE.
@@ -94,11 +95,11 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
         color for name, color in ENCODING_COLORS.items() if name not in ("rope", "tape")
     )
 
-    uses = Counter()
+    uses = Counter()  # the number of models so far with each color
     looks = {}
     for index, (label, encoding) in enumerate(encodings.items()):
         color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
-        # Shortened labels may be equal.
+        # If two labels are equal after shortening, the second one gets a number.
         shown = plain(label, LONGEST_LABEL)
         if any(look["label"] == shown for look in looks.values()):
             # The number, with brackets and space, takes at most 6 characters.
@@ -156,7 +157,7 @@ def shade(color: str, number: int) -> str:
     """
     gray, fraction = BLENDS[number % len(BLENDS)]
     channels = np.array(list(bytes.fromhex(color[1:])))
-    # Channels are from 0 to 255.
+    # Channels are from 0 to 255, and `gray` is from 0 to 1.
     blended = (1 - fraction) * channels + fraction * 255 * gray
     return "#" + bytes(map(round, blended)).hex()
 
@@ -216,7 +217,7 @@ def new_figure(
     # Labels come from files, and a single $ would raise an error.
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    # The canvas connects itself to the figure, as pyplot would do.
+    # A figure needs a canvas, which pyplot would create. The canvas connects itself to the figure.
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **subplots)
 
@@ -331,9 +332,9 @@ def limits(values: Iterable[float], fraction: bool) -> tuple[float, float]:
         finite = [0.0, 1.0]
     low = min(finite)
     high = max(finite)
-    # All values may be 0.
+    # The shortest length of the axis without margins; 1 if all values are 0.
     shortest = 0.02 * max(abs(low), abs(high)) or 1.0
-    # 5 % at each end, or more if the range is shorter than that.
+    # 5 % at each end, or more if the range is shorter than `shortest`.
     margin = max(0.05 * (high - low), (shortest - (high - low)) / 2)
     return low - margin, high + margin
 
@@ -385,7 +386,7 @@ def heat_map(
     label of a color bar; None for no color bar. If several panels have the same range, add a color
     bar to the last one only.
     """
-    # NumPy converts None to NaN. A matrix without rows needs its shape.
+    # NumPy converts None to NaN. `reshape` gives a matrix without rows its number of columns.
     matrix = np.array(values, dtype=float).reshape(len(rows), len(columns))
 
     image = axes.imshow(
@@ -405,7 +406,7 @@ def heat_map(
     for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
         shown = range(0, len(names), math.ceil(len(names) / 12) or 1)
         set_ticks(shown, [plain(str(names[index])) for index in shown])
-    # Longer texts would overlap.
+    # Names with more characters in total would overlap, so they are rotated.
     if sum(len(label.get_text()) for label in axes.get_xticklabels()) > 44:
         axes.tick_params(axis="x", rotation=45)
 

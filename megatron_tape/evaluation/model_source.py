@@ -132,7 +132,7 @@ class ModelSource:
         try:
             tokenizer = NO_TOKENIZER
             if self.info.has_tokenizer and not self.tokenizer_problem():
-                tokenizer = None  # that of the checkpoint
+                tokenizer = None  # which makes `export` use the tokenizer of the checkpoint
             export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
@@ -150,7 +150,7 @@ def find_model(user_path: str, label: str | None = None, average: bool = False) 
     path = Path(user_path)
     if not path.exists():
         fix = "give a run, a checkpoint, or a directory in the format of transformers"
-        # Such a path looks like the name of a model on the hub.
+        # A path such as `meta-llama/Llama-3.2-1B` looks like the name of a model on the hub.
         if user_path.count("/") == 1 and not path.parent.is_dir():
             fix += (
                 f"; to download a model from the hub, run hf download {user_path} --local-dir"
@@ -239,8 +239,8 @@ def _is_own_code(path: Path, settings: dict) -> bool:
     """Return whether transformers would run only unchanged copies of the Python files that this
     project exports.
 
-    `settings` is the directory's config.json. Its `auto_map` could also name a class in another
-    directory.
+    `settings` is the directory's config.json. Even with unchanged files, its `auto_map` could name
+    other classes, such as one in another directory.
     """
     if not isinstance(settings["auto_map"], dict):
         return False
@@ -283,7 +283,8 @@ def info_of_run(config: RunConfig, tokenizer: Tokenizer | None = None) -> ModelI
 
 def check_trained_on(task: str, model_source: ModelSource) -> None:
     """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
-    # A directory in transformers format does not say what its model was trained on.
+    # A directory in transformers format does not say what its model was trained on. If it
+    # has no tokenizer, training on `task` is assumed.
     data = model_source.run["settings"].get("data", {}) if model_source.run else {}
     trained_on = task
     if model_source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
@@ -340,8 +341,9 @@ def _model_info(
     model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
-    # The type in an export's config.json. If that is a built-in type of transformers, the name of
-    # the encoding says more.
+    # The model type is that in an export's config.json if the export runs the encoding's own file.
+    # All other models have the name of their encoding, such as `tape`, which says more than a type
+    # of transformers, such as `llama`.
     model_type = model.position_encoding
     if encoding_of(model).exports_to == "code":
         model_type = ENCODED

@@ -61,8 +61,8 @@ class Ranks:
         rank raises one.
         """
         value = None
-        failure = None
-        failed = False
+        failure = None  # the error itself, which only rank 0 has
+        failed = False  # whether rank 0 has raised an error, as it tells the other ranks
         if self.rank == 0:
             try:
                 value = work()
@@ -78,7 +78,7 @@ class Ranks:
             value, failed = messages[0]
         if failure is not None:
             raise failure
-        if failed:  # on rank 0, and this is another rank
+        if failed:  # only other ranks come here, since rank 0 has raised its error above
             raise ConfigError("the evaluation", "failed on rank 0", "see the message of rank 0")
         return value
 
@@ -102,9 +102,9 @@ class Ranks:
             dist.destroy_process_group()
 
     def assign(self, units: list[Unit]) -> list[list[Unit]]:
-        """Return the units of each rank. The most expensive unit comes first, and each goes to the
-        least loaded rank."""
-        # Cheap units come last, and even out the loads.
+        """Return the units of each rank. Units are assigned by falling cost, each to the rank with
+        the least work so far."""
+        # The cheap units, which are assigned last, even out the loads.
         loads = [0.0] * self.count
         rank_of = {}
         for unit in sorted(units, key=lambda unit: -unit.cost):

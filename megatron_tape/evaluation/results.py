@@ -149,7 +149,7 @@ def read_results(path: str | Path) -> Results:
     invalid.
     """
     results = read_dataclass(results_file(path), Results, _MOST_BYTES)
-    # The key in the file counts, whatever its scores contain.
+    # A score belongs to the task under which the file lists it, whatever its own `task` says.
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
         for name, task in results.tasks.items()
@@ -168,7 +168,7 @@ def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> An
     try:
         return validator(cls).validate_python(value)
     except ValidationError as error:
-        # One problem is enough. Keys of a damaged file may be long.
+        # The message names the first problem only. Keys of a damaged file may be long.
         problem = error.errors()[0]
         key = ".".join(str(part)[:40] for part in problem["loc"]) or "the whole file"
         raise FileError(file, f"cannot be used: {key}: {problem['msg']}") from None

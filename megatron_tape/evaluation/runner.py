@@ -61,7 +61,7 @@ def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
         str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns)
         for path in task.inputs()
     }
-    # With the paths, so that exchanging the contents of two files changes the identity.
+    # `data` includes the paths, so that exchanging the contents of two files changes the identity.
     facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return TaskPlan(task.name, model_digest, dtype, data, identity)
@@ -87,7 +87,7 @@ def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[Tas
     remaining = []
     for plan in plans:
         finished = _finished_tasks(output, plan)
-        # A result with other settings or data is replaced.
+        # A result of other settings or data has another identity, and is replaced.
         is_current = plan.task in finished and finished[plan.task].identity == plan.identity
         if is_current and not overwrite:
             command_line.log(f"{plan.task} is finished already; --overwrite evaluates it again")
@@ -188,7 +188,7 @@ def run_task(
     if ranks.rank != 0:
         return None
 
-    # In the order of the units, not in that of the ranks.
+    # `values` is in the order in which ranks returned them; `examples` has the order of the units.
     examples = {unit.key: values[unit.key] for unit in units}
     summary = task.summarize(examples, model.info)
     return TaskResult(
@@ -228,6 +228,7 @@ def _evaluate(
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
         finished_cost += unit.cost
         if ranks.rank == 0:
+            # The lambda receives the seconds since the start, which the message does not show.
             message = f"{task.name}: {number:,} of {len(units):,} parts"
             progress.update(round(finished_cost), lambda _: message)  # noqa: B023
     if ranks.rank == 0:

@@ -86,9 +86,10 @@ def pictures_by_length(
 
         length_axis(axes, lengths)
         # Panels share the y axis, so the scores of all groups decide whether its limits are around
-        # 0 to 1.
+        # 0 to 1, which `limits` returns for fractions without values.
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
+        # A logarithmic axis needs positive values.
         elif 0 < log_ratio * min(values) < max(values):
             log_scale(axes, "y")
         return sentences
@@ -100,6 +101,7 @@ def pictures_by_length(
 def pictures_by_position(results: Results, file_name: str) -> list[Picture]:
     """Return a picture of mean losses by position in the first window of documents; an empty list
     without these data."""
+    # The curves of each model by group: `tokens_before`, and the mean `loss` after so many tokens.
     by_label = {
         label: result.details.get("loss_by_position", {}) for label, result in results.items()
     }
@@ -167,6 +169,7 @@ def pictures_by_group(
 
     At most the first `_MOST_ROWS` rows are shown. `x_label` also begins the description.
     """
+    # Scores by model label and by the name of their row.
     by_label = {}
     for label, result in results.items():
         shown_scores = filter(is_shown, result.scores)
@@ -204,6 +207,7 @@ def pictures_by_group(
     # The first row is at the top.
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(x_label, LONGEST_AXIS_LABEL))
+    # Without values, the limits of fractions are around 0 to 1.
     if all(score.is_fraction for scores in by_label.values() for score in scores.values()):
         axes.set_xlim(*limits((), fraction=True))
     legend(figure)

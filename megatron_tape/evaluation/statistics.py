@@ -35,13 +35,13 @@ def bootstrap_ratio(numerators: Numbers, denominators: Numbers) -> Interval:
         return None, None
     pairs = np.column_stack((numerators, denominators)).astype(np.float64)
     count = len(pairs)
-    # The seed is fixed, so that the same values have the same interval.
+    # The seed is fixed, so that the same values always have the same interval.
     random = np.random.default_rng(0)
     ratios = []
     for _ in range(RESAMPLINGS):
         drawn = random.integers(count, size=count)
         numerator, denominator = pairs[drawn].sum(axis=0)
-        # Some documents may have nothing to measure, such as no key tokens.
+        # The denominators of all drawn documents may be 0, such as their numbers of key tokens.
         if denominator != 0:
             ratios.append(numerator / denominator)
     return percentiles(ratios)
@@ -96,7 +96,7 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     scale = 1 + z * z / count
     low = (center - spread) / scale
     high = (center + spread) / scale
-    # Rounding would give tiny numbers instead of 0.
+    # These ends are exactly 0 and 1, but rounding may give numbers slightly off.
     if successes == 0:
         low = 0.0
     if successes == count:
@@ -143,7 +143,7 @@ def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
     """
     known = sorted((test.p, index) for index, test in enumerate(tests) if test.p is not None)
     corrected = list(tests)
-    largest = 0.0
+    largest = 0.0  # corrected p value of the previous test
     for rank, (p, index) in enumerate(known):
         # The smallest p value is multiplied by the number of tests, the next by one less. A product
         # below the previous one is raised to it, so that the order of the values stays.

@@ -78,10 +78,11 @@ class TrainingModel:
         """Call a function of the engine; return its output (B, S, ...) for the tokens (B, S)."""
         # A long evaluation must not look like a hang.
         self._watch.progress(self._phase)
-        # Under ZeRO 3, tells ranks without work that this pass comes.
+        # Under ZeRO 3, this call tells ranks without work to take part in the pass.
         self._any_rank_works(this_rank=True)
         length = tokens_BS[0].shape[1]
-        # All shards of a sequence have the same length. Padding has no effect on earlier tokens.
+        # All shards of a sequence must have the same length, so the sequence is padded at its end.
+        # Padding has no effect on earlier tokens.
         padding = -length % self._token_layout.sequence_shards
         padded_BS = [F.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
         return function(*padded_BS)[:, :length]
@@ -144,7 +145,8 @@ class TaskHook(Hook):
                 values[unit.key] = self._task.evaluate(unit, model)
             except ValueError as error:  # such as an infinite loss of a diverged model
                 failures.append(str(error))
-        # Under ZeRO 3, ranks must not wait below while others still run forward passes.
+        # Under ZeRO 3, a rank that waits in `all_gather_object` below could not take part in the
+        # forward passes of others.
         model.join_other_ranks()
 
         gathered: list[Any] = [None] * group.size()

@@ -137,9 +137,10 @@ class HFModel:
             losses = self._losses_by_chunk(ids, first)
             if losses is not None:
                 return losses
-            # Models with their own code may ignore the cache. Later texts do not try it again.
+            # The model ignores the cache, as models with their own code may do. Later texts do not
+            # try it again.
             self.supports_chunks = False
-        # Without scored tokens, `logits_to_keep` would be 0, which keeps all logits.
+        # If no token is scored, `logits_to_keep` would be 0, which means all logits.
         if first == len(tokens):
             return np.empty(0)
         scored = len(tokens) - first
@@ -159,7 +160,7 @@ class HFModel:
         if "cache" in inspect.signature(self.model.forward).parameters:
             cache_name = "cache"
 
-        # There may be no scored tokens, and `torch.cat` needs a tensor.
+        # `torch.cat` needs at least one tensor, even if no token is scored.
         losses = [torch.empty(0, dtype=torch.float64, device=self.device)]
         input_chunks = ids[:-1].split(self.chunk)
         label_chunks = ids[1:].split(self.chunk)
@@ -171,7 +172,7 @@ class HFModel:
             output = self.model(
                 inputs[None],
                 use_cache=True,
-                logits_to_keep=max(1, scored),  # 0 would keep all
+                logits_to_keep=max(1, scored),  # 0 would mean all logits
                 **{cache_name: cache},
             )
             if cache.get_seq_length() != start + len(inputs):
@@ -202,7 +203,7 @@ class HFModel:
             num_beams=1,
             repetition_penalty=1.0,
             eos_token_id=ends or None,
-            # One prompt needs no padding, but None would be a warning.
+            # A single prompt needs no padding, but transformers would warn about None.
             pad_token_id=next(iter(ends), 0),
         )
         self.reset_rope_frequencies()
@@ -308,7 +309,8 @@ def _copy_code(directory: Path) -> None:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         for name in classes.values():
-            if isinstance(name, str) and "--" not in name:  # -- separates another repository
+            # A class in another repository is named `REPOSITORY--FILE.CLASS`.
+            if isinstance(name, str) and "--" not in name:
                 get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
 
