@@ -68,8 +68,9 @@ def activations(plan: Plan) -> Activations:
         # outputs.
         inputs = [_layer_input_bytes(plan, layer) for layer in contents.layers]
         kept_by_layer = [sum(tensors) for tensors in zip(inputs, outputs)]
-        # When a layer is recomputed, only that layer and those below it (the cumulative sum) keep
-        # tensors of the forward pass. Outputs that were kept are not recomputed.
+        # When a layer is recomputed, the tensors that the forward pass kept for it and for the
+        # layers below it (the cumulative sum) still exist, and it gets all tensors of a layer that
+        # is not recomputed. Attention's outputs that were kept are in both, but exist once.
         moments = zip(accumulate(kept_by_layer), layer_bytes, outputs)
         backward += max(below + layer - output for below, layer, output in moments)
     else:
@@ -138,7 +139,7 @@ def _input_bytes(plan: Plan) -> int:
     packed documents.
     """
     packed = plan.config.data.reset_attention_mask
-    costs = plan.costs[0]
+    costs = plan.costs[0]  # of layer 0, which the initial state enters
 
     token_ids = plan.matrix_tokens * 8  # int64
     # Without recomputation, attention keeps the state in the run's precision. A recomputed layer
@@ -178,7 +179,9 @@ def _layer_bytes(plan: Plan, layer: int) -> int:
     # The output layer comes after all layers, so training it needs nothing here.
     trains_only_encoding = not plan.trained_kinds - {"position", "output"}
     learns_after_attention = encoding.updates(0) or not encoding.parameters(0)
-    # Operations before the first trained parameter need no gradient, and so keep nothing.
+    # Operations before the first trained parameter need no gradient, and so keep nothing. These are
+    # all operations of layer 0 but the encoding's own, if only the encoding is trained (the output
+    # layer may be, too) and has no parameter in layer 0 before the end of attention.
     if (
         layer == 0
         and trains_only_encoding
@@ -260,19 +263,21 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     copied = 0
     if grouped and groups > 1 and (model.qk_norm or not exchanges):
         copied = heads
-    # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation
-    # needs a gradient.
+    # The copies are kept if they are the input of a norm or rotation that keeps its input, or if
+    # they are attention's input because there is no rotation.
     if keeps_projection or not rotates:
         queries = copied
+    # Attention keeps the queries and keys that the rotation or the norms return.
     if not rotates_again and (rotates or model.qk_norm):
         queries += heads
         keys = groups
+    # A learned rotation keeps its phases, which are as large as the values.
     if learns_rotation and not _is_state_kept_elsewhere(plan, layer):
         values = groups
 
     if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
-        # Keys and values are repeated for every head. The projection's output is kept only if kept
-        # tensors view it.
+        # Keys and values are repeated for every head, so they are copies. If queries are copies
+        # too, no input of attention is a view of the projection's output.
         if queries and not keeps_projection:
             projected = 0
         keys = heads
@@ -281,7 +286,8 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
             values += heads
 
     if plan.computes_whole_rows and width == 2:
-        # Attention by whole rows of scores converts its inputs to fp32.
+        # Attention by whole rows of scores converts its inputs to fp32, and keeps the results
+        # instead of the inputs.
         widened = 4 * (heads + 2 * groups) * dim
         queries = copied
         keys = 0
@@ -358,8 +364,9 @@ def _loss_bytes(plan: Plan, gradient: int) -> int:
     bf16_logits = 0
     if plan.width == 2:
         bf16_logits = chunk * plan.vocabulary * 2
-    # The weight gradient is summed over chunks in fp32; each chunk's gradient has the run's
-    # precision.
+    # The weight gradient is summed over chunks in fp32, but each chunk's gradient has the run's
+    # precision. In fp32 runs with several chunks, products are added to the sum without a tensor
+    # for the chunk's gradient.
     summed_gradient = 0
     if chunk < tokens:
         summed_gradient = 4 * gradient // plan.width
@@ -369,7 +376,7 @@ def _loss_bytes(plan: Plan, gradient: int) -> int:
     # At first, a chunk has its logits in fp32 and in the run's precision. Later, it has those in
     # the run's precision and its gradient.
     largest = max(logits + bf16_logits, (bf16_logits or logits) + chunk_gradient)
-    # `Activations.output_gradient` counts the gradient already.
+    # The gradient is subtracted, since `Activations.output_gradient` counts it already.
     return hidden_states + summed_gradient + largest - gradient
 
 
@@ -379,5 +386,6 @@ def _needs_mask(plan: Plan) -> bool:
     """
     if plan.attention.backend not in ("torch", "torch_wide", "naive"):
         return False
-    # With any of these needs, attention has no mask tensor, or is estimated without it.
+    # If the encoding has one of these needs, attention has no mask tensor, or is estimated without
+    # it.
     return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS} & plan.encoding.needs

@@ -117,7 +117,7 @@ def _all_to_all_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): encoding_bytes}
 
-    # Queries and outputs have all heads, keys and values only groups.
+    # Of queries and outputs, a rank sends all its heads; of keys and values, only its groups.
     heads = model.num_attention_heads // batch.head_shards
     sent_heads = 2 * heads + 2 * batch.groups_per_rank(model.query_groups)
     passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
@@ -141,7 +141,7 @@ def _pipeline_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     has_embedding = plan.contents.is_first or plan.contents.is_last
     if plan.model.tie_embeddings and has_embedding and plan.trains_output:
         elements = plan.vocabulary * plan.model.hidden_size
-        # The gradient in fp32, and the updated weights.
+        # The gradient is sent in fp32, the updated weights in the run's precision.
         sent[PIPELINE, BROADCAST] = (4 + plan.width) * elements
     return sent
 
@@ -161,8 +161,9 @@ def _zero_traffic(plan: Plan) -> dict[tuple[str, str], int]:
             size = parameter.shape.elements(plan.tensor_size)
             if size > PERSISTENCE_THRESHOLD:
                 large_elements += size * count
-        # Between the two uses of a parameter, all elements behind it are used twice. So a parameter
-        # is released if more than half of the distance is behind it.
+        # Between a parameter's use in the forward pass and that in the backward pass, all elements
+        # after it in the model are used twice. So it is released in between if these are more than
+        # half of REUSE_DISTANCE.
         released_elements = max(0, large_elements - REUSE_DISTANCE // 2)
         gathered_elements = plan.elements + (plan.micro_batches - 1) * large_elements
         gathered_elements += plan.micro_batches * released_elements

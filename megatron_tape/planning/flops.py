@@ -38,7 +38,7 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     query_width = model.num_attention_heads * model.head_dim
     group_width = model.query_groups * model.head_dim
     encoding = encoding_of(model)
-    # On one GPU. The width in bytes has no effect on multiply-adds.
+    # All tokens of a sequence are on one GPU. The width in bytes has no effect on multiply-adds.
     one_sequence = MicroBatchSizes(
         tokens=model.seq_length,
         local_tokens=model.seq_length,
@@ -93,7 +93,8 @@ def flops_per_token(
         frozen += parameter_count(model, kinds=MATRICES, contents=contents)
     if not trains_output(model, extension):
         frozen += output
-    # Two FLOPs for each multiply-add, of one forward and two backward products.
+    # A multiply-add is 2 FLOPs. The backward pass has two products like that of the forward pass,
+    # which makes 6 FLOPs. A frozen matrix needs only one of these two.
     return 6 * forward - 2 * frozen
 
 

@@ -32,9 +32,10 @@ class Hardware(NamedTuple):
 # Between nodes: one 400 Gb/s adapter per GPU as in DGX H100, and 200 Gb/s as in DGX A100. L40S:
 # half of the data sheet's 733 TFLOP/s with sparsity. RTX A6000: half of the data sheet's 309.7
 # TFLOP/s with sparsity. RTX 4090: NVIDIA's white paper of the Ada architecture, dense, with
-# accumulation in fp32. These cards have PCIe 4.0 x16. The NVLink bridge of two A6000s is not
-# counted. Between nodes, 100 Gb/s per GPU are assumed. MI300X: AMD's data sheet, dense; seven
-# Infinity Fabric links of 128 GB/s in both directions. Between nodes, 400 Gb/s per GPU are assumed.
+# accumulation in fp32. These three cards have PCIe 4.0 x16, and 100 Gb/s per GPU between nodes are
+# assumed for them. The NVLink bridge of two A6000s is not counted. MI300X: AMD's data sheet, dense;
+# seven Infinity Fabric links of 128 GB/s in both directions, and an assumed 400 Gb/s per GPU
+# between nodes.
 # Values: name, generation, GiB, FLOP/s, and bandwidths within and between nodes.
 KINDS = {
     kind.name: kind
@@ -51,9 +52,10 @@ KINDS = {
     )
 }
 """GPU models for estimates, by name."""
-# Without memory sizes: the device name of an A100-80GB is NVIDIA A100-SXM4-80GB.
-# Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs),
-# GB200 NVL72 and GB300 NVL72 (360 PFLOP/s, 72 GPUs).
+# The names in `KINDS` lose their memory sizes, because CUDA's device names contain only the first
+# word of A100-80GB, as in NVIDIA A100-SXM4-80GB. GH200, B300, GB200 and GB300: half of the figures
+# with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
+# GB300 NVL72 (360 PFLOP/s, 72 GPUs).
 PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GH200": 989.4e12,
     "B300": 2250e12,
@@ -68,7 +70,8 @@ def peak_flops(gpu: str) -> float | None:
     """Return the dense bf16 FLOP/s of the GPU whose device name in CUDA is `gpu`, or None if it is
     unknown.
     """
-    # A part of a GPU, or a slower variant with the same name.
+    # Unknown is the peak of a part of a GPU (MIG) and of slower variants such as `H100 PCIe`, whose
+    # names contain that of the faster GPU.
     if re.search(r"MIG|PCIe|NVL|Laptop|4090 D\b", gpu):
         return None
     for kind, peak in PEAKS.items():
@@ -82,7 +85,7 @@ def host_memory() -> int:
     """Return the bytes of memory that this process may use: the lower of the limits of its cgroups
     (version 2) and the node's memory.
     """
-    # The memory of the node.
+    # The first limit is the memory of the node.
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):
         # With version 2, the file has one line, `0::/PATH`.

@@ -90,12 +90,13 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
         buffers += plan.matrix_tokens * plan.model.hidden_size * plan.width
 
     # Additional memory at the moments of a step when the memory may peak.
-    micro_batch_bytes = activation_bytes.layers / plan.in_flight
+    micro_batch_bytes = activation_bytes.layers / plan.in_flight  # activations of one micro-batch
     loss = activation_bytes.loss
     if plan.zero_stage == 2:
         loss -= state.buffers  # allocated at the first gradient, after the logits are freed
-    # When the first bucket is full and reduced, the activations of the last layers and of all other
-    # micro-batches are already freed.
+    # When the first bucket is full and reduced, the backward pass has already freed the activations
+    # of the last layers and of all other micro-batches. `share_reduced` is the part of the trained
+    # elements in this bucket, and so about the part of the layers whose activations are freed.
     share_reduced = min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
     layers_left = int((1 - share_reduced) * (micro_batch_bytes + max(0, activation_bytes.backward)))
     reducing = state.bucket_copy + layers_left - activation_bytes.saved
@@ -106,7 +107,8 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
     moments = [
         (gradients, extra) for extra in (loss, activation_bytes.backward, reducing, updating)
     ]
-    # If all micro-batches are in flight before the first backward pass, no gradients exist then.
+    # If all micro-batches are in flight when the first backward pass begins, no gradients exist in
+    # the forward passes, and only some of them in the first backward pass.
     if plan.zero_stage < 3 and plan.micro_batches <= plan.in_flight:
         copy_gradients = gradients - state.gradients
         first_backward = _first_backward(plan, state, activation_bytes, copy_gradients)
@@ -115,6 +117,7 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
             # In later backward passes, one micro-batch less is in flight.
             later_backward = activation_bytes.backward - int(micro_batch_bytes)
             moments += [(gradients, later_backward), (gradients, reducing)]
+    # The memory peaks at the moment with the largest sum of both.
     gradients, additional = max(moments, key=sum)
     # `additional` is negative if the memory peaks in the update and the update needs less than the
     # activations that are freed before it. `gradients` is then lowered, so that `peak` is right.
@@ -143,8 +146,8 @@ def _first_backward(
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements
-    # In the last backward pass of a step, each group is averaged as soon as it is complete. With
-    # one micro-batch, the first pass is the last.
+    # In the last backward pass of a step, each group is averaged as soon as it is complete. This
+    # first backward pass is also the last one if the step has a single micro-batch.
     is_last = plan.micro_batches == 1
     micro_batch_bytes = activation_bytes.layers / plan.in_flight
 
@@ -167,11 +170,12 @@ def _first_backward(
         layer_elements = max(1, layers_end - layers_begin)
         return min(1, max(0, (element - layers_begin) / layer_elements))
 
-    # More than 256 groups hardly change the result.
+    # At most about 256 groups are examined, since more hardly change the result.
     group_size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
     for begin in range(0, trained, group_size):
         end = min(begin + group_size, trained)
-        # Groups behind this one are averaged already, and the activations of their layers freed.
+        # The backward pass comes from the end of the model. So the groups of later elements are
+        # already averaged, and the activations of their layers freed.
         gradients = int(allocated * (end - begin) + averaged * (trained - end))
         gradients += copy_gradients
         freed = int((1 - share_before(end)) * micro_batch_bytes)
@@ -188,7 +192,7 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
 
     The estimate for GPUs without ZeRO's buffers is a lower bound: norms and attention save more
     tensors on CPUs, and pages of the buffers that are never written take no memory. Of several
-    pipeline stages, that with the lowest counts.
+    pipeline stages, the one with the lowest estimate counts.
     """
     stages = Plan(config, processes, generation=CPU).pipeline_stages()
     stage_memory = min(map(memory_of_pipeline_stage, stages), key=_without_buffers)
@@ -253,12 +257,14 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
         for parameter in counts
         if parameter.kind in plan.trained_kinds
     ]
-    # A large matrix may be in several partitions.
+    # A rank has at most its partition of the largest gradient, since partitions may divide a
+    # matrix.
     largest = min(partition, max(sizes, default=0))
     # DeepSpeed converts one gradient at a time to float64 to compute its norm.
     norm_bytes = 8 * largest
     buffers, bucket_copy = _bucket_bytes(plan)
-    # In the update, a rank needs only the gradients of its partition.
+    # In the update, a rank needs only the gradients of its partition, so the memory of all others
+    # is subtracted.
     return ModelStateMemory(
         weights=plan.width * plan.elements,
         gradients=gradients,
@@ -277,7 +283,7 @@ def _moment_bytes(plan: Plan, ranks: int) -> int:
     moments = 8 * -(-plan.trained_elements // ranks)
     if plan.config.train.average is not None:
         moments += moments // 2
-    # Muon has one moment.
+    # Muon has one moment, so the second one of its elements is subtracted.
     return moments - 4 * -(-plan.muon_elements // ranks)
 
 

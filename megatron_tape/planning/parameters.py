@@ -75,7 +75,7 @@ def parameters(
     num_layers = model.num_layers
     if contents is not None:
         num_layers = len(contents.layers)
-    # Every layer has the same factors.
+    # Every layer has LoRA factors of the same shapes.
     for factor in lora_factors(model, extension).values():
         counts[Parameter("lora", ParameterShape(factor.shape, factor.partition_dim))] += num_layers
     return counts

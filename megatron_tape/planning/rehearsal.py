@@ -56,7 +56,9 @@ from megatron_tape.training.gradients import replicated_parameters
 from megatron_tape.training.model_building import build_model, freeze_parameters, parameter_filter
 
 GPU = torch.device("meta", 0)
+"""The fake GPU."""
 FAKE = "cpu:fake,meta:fake"
+"""The backend of process groups for each type of device: the fake one."""
 STEPS = 4
 """The first steps allocate persistent tensors such as Adam's moments. The last one is measured."""
 MICRO_BATCHES = 2
@@ -128,13 +130,15 @@ class Rehearsal:
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
 
         planned = communication.communication(plan, self.replicated_share)
-        # Less than a thousandth of the largest hardly matters for the time of a step.
+        # Traffic of less than a thousandth of the largest estimate hardly matters for the time of a
+        # step, and is not compared.
         negligible = 0.001 * max(planned.values(), default=0)
         for group, kind in sorted({*self.traffic, *planned}):
             measured = self.traffic[group, kind]
             estimated = planned[group, kind]
             tolerance = TOLERANCE
-            by_muon = plan.muon_elements > 0 and kind == communication.ALL_GATHER  # not estimated
+            # The traffic of Muon is not estimated.
+            by_muon = plan.muon_elements > 0 and kind == communication.ALL_GATHER
             if by_muon or max(measured, estimated) <= negligible:
                 tolerance = ANY
             yield Row(
@@ -156,14 +160,14 @@ def rehearse(config: RunConfig) -> Rehearsal:
     tracker = Tracker(outcome)
     try:
         with (
-            # Modes such as FakeTensorMode are active in one thread only.
+            # FakeTensorMode is active in this thread only, so the backward pass must run in it too.
             torch.autograd.set_multithreading_enabled(False),
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker,
         ):
             _train(outcome.config, tracker)
     except Exception as error:  # any operation may fail on the fake GPU
-        # The innermost frame is the last of a traceback.
+        # Reversed, since the innermost frame is the last of a traceback.
         line = _code_line(reversed([*traceback.walk_tb(error.__traceback__)]))
         outcome.faults[f"{type(error).__name__}: {one_line(error)} at {line}"] += 1
     return outcome
@@ -226,7 +230,7 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
         elif parameter._hp_mapping is not None:
             outcome.replicated_share += parameter._hp_mapping.lp_fragment_address.numel
 
-    # The peak of earlier steps includes allocations that happen only once.
+    # The recorded peak is removed, since earlier steps had allocations that happen only once.
     tracker._peak_mem.clear()
     tracker.measuring = True
     engine.train_step(batches, config.optimizer.lr, STEPS)
@@ -243,7 +247,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
 
     def own_device() -> torch.device:
         """Replace the choice of this rank's device."""
-        # Megatron asks torch for the device.
+        # Megatron asks torch for the device, so torch has to return the fake GPU too.
         torch.cuda.current_device = lambda: GPU
         return GPU
 
@@ -254,14 +258,14 @@ def install_fake_world(world_size: int, rank: int) -> None:
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
-    # First, since it must run before DeepSpeed compiles its operators for CPUs.
+    # `prepare_cpu` comes first, since it must run before DeepSpeed compiles its operators for CPUs.
     prepare_cpu()
     parallel_layout._own_device = own_device
-    # Megatron's buffers are on the GPU.
+    # Megatron's buffers are on the fake GPU, whatever `device` Megatron asks for.
     zeros = lambda *sizes, device=None, **others: torch.zeros(*sizes, device=GPU, **others)  # noqa: E731
     megatron_patches._TorchOnCpu.zeros = staticmethod(zeros)
 
-    # These would exchange objects with other ranks.
+    # The replaced functions would exchange objects with other ranks, which do not exist.
     coordinator.assert_ints_same_as_other_ranks = dist.broadcast_object_list = nothing
     dist.all_gather_object = all_gather_own_object
     # All process groups are fake ones.
@@ -324,7 +328,7 @@ class FusedRMSNorm(torch.autograd.Function):
         """Return a tensor like `x`, and save what the kernel saves."""
         scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, scales)
-        # Of the right shape and dtype; fake tensors have no values.
+        # This has the shape and dtype of the result; fake tensors have no values.
         return x * weight
 
     @staticmethod
@@ -422,7 +426,7 @@ class Tracker(MemTracker):
     def label_groups(self, layout: ParallelLayout) -> None:
         """Label the collectives of the layout's process groups."""
         groups = layout.groups
-        # If several groups have the same ranks, the last of them gives the label.
+        # If several groups have the same ranks, the last of them in this list gives the label.
         labeled = (
             (dist.group.WORLD, "all ranks"),
             (groups.mp, "tensor and pipeline parallel"),
@@ -456,7 +460,7 @@ class Tracker(MemTracker):
             method = "train_micro_batches"  # in it, pipeline stages also keep received tensors
         for chunk in chunks:
             chunk.register_forward_hook(end_forward)
-        # The context manager decorates the method.
+        # Calls of the method run within the context, since a context manager is also a decorator.
         setattr(model, method, self._in_forward()(getattr(model, method)))
 
     @contextlib.contextmanager
@@ -523,7 +527,7 @@ class Tracker(MemTracker):
         name = func.__name__.partition(".")[0].replace("_", "")  # such as allgatherbase
         kinds = communication.KINDS
         kind = next((kind for kind in kinds if name.startswith(kind.replace("-", ""))), name)
-        # Operators receive process groups as script objects.
+        # Among the operator's arguments, the process group is a script object.
         objects = (x for x in args if isinstance(x, torch.ScriptObject))
         boxed = next(x for x in objects if "ProcessGroup" in str(x._type()))
         group = dist.ProcessGroup.unbox(boxed)
@@ -535,14 +539,16 @@ class Tracker(MemTracker):
             fault = f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"
             self.outcome.faults[fault] += 1
 
-        # A message counts on the rank that sends it.
+        # A message counts on the rank that sends it, not on the one that receives it. Scalars, with
+        # at most one element, are not counted.
         if not self.measuring or name.startswith("recv") or all(x.numel() <= 1 for x in inputs):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         label = self.group_labels.get(ranks, f"{len(ranks)} ranks")
         if kind == communication.SEND:
             label = communication.PIPELINE  # some are sent in the group of all ranks
-        # The larger of input and output is the whole tensor.
+        # `inputs` has all tensors among the arguments, the output too. The larger one is the whole
+        # tensor.
         self.outcome.traffic[label, kind] += max(x.nbytes for x in inputs)
 
 

@@ -118,9 +118,11 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
         # Pipeline parallelism requires ZeRO 1.
         if pipeline_size > 1:
             zero_stages = (1,)
-        # A micro-batch has 1, 2, 4, ... of the sequences that a data-parallel rank has in a step.
+        # The sequences of a data-parallel rank in a step. Micro-batches of 1, 2, 4, ... of them are
+        # tried.
         sequences = batch_size * tensor_size * context_size * pipeline_size // plan.processes
-        # At least one, so that `validate` says why the batch is too small.
+        # At least one size is tried, so that `validate` says why the batch is too small for the
+        # layout.
         exponents = range(max(1, sequences.bit_length()))
         for exponent, zero_stage in itertools.product(exponents, zero_stages):
             changes = {
@@ -129,7 +131,7 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
                 "parallel.pipeline_model_parallel_size": pipeline_size,
                 "parallel.virtual_pipeline_size": virtual_size,
                 "parallel.pipeline_layers": layers,
-                "parallel.sequence_parallel": None,
+                "parallel.sequence_parallel": None,  # enabled with tensor parallelism
                 "train.micro_batch_size": 2**exponent,
                 "deepspeed.zero_stage": zero_stage,
             }
@@ -139,7 +141,7 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
             except ConfigError as error:
                 refused[str(error)] += 1
                 continue
-            # Recomputation has no effect on validity.
+            # Recomputation has no effect on whether a layout is valid, so it is not validated.
             for recompute in RECOMPUTATION:
                 recomputing = replace_settings(config, {"train.recompute": recompute})
                 yield dataclasses.replace(plan, config=recomputing)
@@ -154,15 +156,16 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
         other_ranks = plan.processes // tensor_size
         for context_size in _divisors(other_ranks, plan.model.num_attention_heads):
             sizes = (tensor_size, context_size)
-            # Without pipeline parallelism: one stage, no virtual stages, and all layers on it.
+            # Without pipeline parallelism, there is one stage without virtual stages.
             yield *sizes, 1, 1, None
-            # A pipeline stage has at least two layers. The first divisor is 1, the case above.
+            # A pipeline stage has at least two layers. The first divisor, 1, is the case above.
             for pipeline_size in _divisors(other_ranks // context_size, layers // 2)[1:]:
                 if layers % pipeline_size == 0:
                     for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
                         yield *sizes, pipeline_size, virtual_size, None
-                # The embedding and the loss each take about as long as a layer, so the first and
-                # the last pipeline stage get one layer less. Two stages would get equal numbers.
+                # The embedding and the loss each take about as long as a layer, so they count as
+                # two more layers, and the first and the last stage get one layer less than the
+                # others. With only two stages, their numbers of layers would be equal, as above.
                 inner, remainder = divmod(layers + 2, pipeline_size)
                 if remainder == 0 and pipeline_size > 2:
                     unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]

@@ -76,8 +76,8 @@ def _pipeline_stage_time(plan: Plan, hardware: Hardware) -> StepTime:
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in traffic}
     # ZeRO's collectives are not part of the pipeline's schedule.
     in_schedule = sum(time for (group, _), time in seconds.items() if group != DATA)
-    # A pipeline stage waits once for each other stage, each time as long as a micro-batch takes in
-    # one model chunk.
+    # In a step, a pipeline stage waits once for each other stage, each time as long as it takes to
+    # compute one micro-batch in one of its model chunks.
     idle_share = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
     bubble = idle_share * (computation + in_schedule)
     return StepTime(computation, sum(seconds.values()), bubble)
@@ -96,7 +96,7 @@ def _seconds(
     tensor = plan.tensor_size
     context = plan.context_size
     pipeline = plan.pipeline_size
-    # The ranks of each group, and the distance between neighbors.
+    # The number of ranks of each group, and the difference between neighboring ranks of the group.
     ranks, stride = {
         TENSOR: (tensor, 1),
         CONTEXT: (context, tensor),
@@ -107,8 +107,8 @@ def _seconds(
     # The number of the group's ranks that are on one node.
     on_node = min(ranks, max(1, NODE_SIZE // stride))
     if group == DATA:
-        # Context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline
-        # stages.
+        # The group consists of context-parallel ranks, which are close to each other, and of their
+        # data-parallel replicas, between which are the ranks of all pipeline stages.
         replicas = max(1, NODE_SIZE // (tensor * context * pipeline))
         on_node = min(ranks, min(context, on_node) * replicas)
 
