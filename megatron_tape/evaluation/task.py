@@ -203,7 +203,7 @@ class Task:
                 f"is {format_value(lengths)}",
                 "give one or more numbers of tokens, each at least 2 and only once",
             )
-        # Others have a position for any number of tokens.
+        # Models of other types read any number of tokens.
         has_limit = trained is not None and info.config.get("model_type") in LEARNED_POSITIONS
         if has_limit and max(lengths) > trained:
             raise ConfigError(

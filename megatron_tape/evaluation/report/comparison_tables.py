@@ -430,7 +430,7 @@ def markdown(
     lines = [f"# {escape(title)}", "", escape(" ".join(sentences)), ""]
     for task, by_metric in by_task(comparison).items():
         lines += [f"## {escape(task_title(task))}", ""]
-        for shown in task_tables(by_metric, comparison.baseline):
-            lines += [escape(shown.caption), "", *tables.markdown(shown, escape), ""]
+        for table in task_tables(by_metric, comparison.baseline):
+            lines += [escape(table.caption), "", *tables.markdown(table, escape), ""]
     remarks = warnings(comparison) + notes(comparison, missing)
     return "\n".join([*lines, *(f"- {escape(sentence)}" for sentence in remarks), ""])

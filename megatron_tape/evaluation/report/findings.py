@@ -88,13 +88,11 @@ class Measured:
                 return f"{shown} from {conditions[0]} to {conditions[-1]}"
             return shown + _phrase_of(conditions)
 
-        # Conditions with the same values share a phrase.
+        # Conditions with the same range of values share a phrase.
         by_range = {}
         for condition in conditions:
             by_range.setdefault(self._range(labels, [condition]), []).append(condition)
-        return enumerated(
-            [shown + _phrase_of(conditions) for shown, conditions in by_range.items()]
-        )
+        return enumerated([shown + _phrase_of(sharing) for shown, sharing in by_range.items()])
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
         """Return the values of `labels` under `conditions` as one range, such as `97 to 99 %`."""

@@ -91,7 +91,8 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     # Each column has its heading, a rule, and its values.
     columns = []
     for column, is_number in zip(zip(*cells), shown.are_numbers):
-        texts = [escape(text).replace("|", "\\|") for text in column]
+        # A bar would end the cell.
+        texts = [escape(shown_cell).replace("|", "\\|") for shown_cell in column]
         # A rule has at least three characters.
         width = max(3, *map(len, texts))
         align = str.ljust

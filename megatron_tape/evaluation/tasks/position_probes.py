@@ -126,7 +126,8 @@ def with_phases(
         """Replace the output of a layer (hidden states, position state, attention map), unless
         `on_maps` only receives the maps.
         """
-        # `forward`, unlike a call of the layer, runs no hooks.
+        # The layer runs again, with the phases as its position state. `forward`, unlike a call of
+        # the layer, does not run this hook again.
         hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
         if on_maps is not None:
             on_maps(index, output[2], weights)

@@ -176,8 +176,10 @@ class Addition(SyntheticTask):
         lengths = np.array(self.lengths)
         # 0 or 1 for each length of the first operand, length of the second operand, and sample.
         right = np.array([values[str(first)]["right"] for first in self.lengths])
-        # A row for each length of the first operand, a column for each of the second.
+        # Whether both operands are within the trained length: a row for each length of the first
+        # operand, a column for each length of the second.
         within = np.maximum.outer(lengths, lengths) <= trained
+        # The pairs of lengths that belong to each group, as such matrices of booleans.
         groups = {f"up to {self.longest} digits": np.ones_like(within)}
         # If all operands are within the trained length, or all beyond it, there is only one group.
         if within.any() and not within.all():

@@ -137,7 +137,8 @@ def check_sources(
     `minimum` tokens.
     """
     tokenized = [text_source.path for text_source in text_sources if text_source.kind != "text"]
-    # Datasets record the tokenizer that encoded them, which must be the model's.
+    # Datasets record the tokenizer that encoded them, which must be the model's. `origins` are
+    # these records by path, None for a dataset without one.
     if info.tokenizer is not None:
         origins = checked_origins(tokenized, info.tokenizer, f"that of {info.label}")
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
