@@ -272,8 +272,8 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
     fails, print a warning, and return an empty URL with the reason as description.
     """
     pictures: list[tuple[str, str, float]] = []
-    # The number of drawings is not known, so the progress line shows no percentage. It names the
-    # subject, without the seconds since the start, which the lambda receives and ignores.
+    # The progress line names the current subject only: the number of drawings is not known (None),
+    # none are counted (0), and the lambda ignores the seconds since the start that it receives.
     progress = Progress(None)
     for subject, make_pictures in drawings:
         progress.update(0, lambda _: f"drawing {clean(subject)}")  # noqa: B023
