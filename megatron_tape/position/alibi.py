@@ -32,7 +32,7 @@ class AlibiPosition(PositionEncoding):
         slopes = self.token_layout.local_heads(all_slopes)
 
         def tile(rows, columns, slopes):
-            """Return the bias of a tile, (1, h, rows, columns)."""
+            """Return the bias of a tile, (1, h, rows, columns). `rows` and `columns` are slices."""
             queries = torch.arange(rows.start, rows.stop, device=slopes.device)
             keys = torch.arange(columns.start, columns.stop, device=slopes.device)
             return slopes[None, :, None, None] * (keys - queries[:, None])
@@ -41,6 +41,7 @@ class AlibiPosition(PositionEncoding):
             """Return the bias of one pair of query and key."""
             return slopes[head] * (key - query)
 
+        # `score` is the same bias for FlexAttention, which compiles it. Other backends call `tile`.
         return PositionInputs(bias=Bias(tile, (slopes,), score))
 
     def _slopes(self):
