@@ -231,6 +231,8 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
         if part["status"] not in ("done", *NOT_STARTED):
             yield name, f"{part['status']} ({part['reason']})"
         results = part.get("results", {})
+        # The part `correctness` writes cases, `attention` writes results, the training steps write
+        # rejected_rivals (models of other code, such as transformers' Llama), and the tests tests.
         for case in results.get("cases", []):
             if why := case.get("error") or "; ".join(case.get("inexact", [])):
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why

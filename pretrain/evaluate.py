@@ -342,6 +342,7 @@ def _in_transformers_format(
         ranks.run_on_rank_0(lambda: model_source.export(temporary / "model", dtype))
         yield temporary / "model"
     finally:
+        # Other ranks may still be in the last task, but have loaded the model long before.
         if ranks.rank == 0:
             remove(temporary)
 

@@ -199,6 +199,7 @@ def read_status(run: Path) -> RunStatus:
         until = now  # the time since the last attempt counts, too
 
     crash = None
+    # An attempt without an outcome counts as crashed too, but it may still be running.
     crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if crashes and last.outcome != FINISHED:
         crash = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"

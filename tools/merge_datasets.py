@@ -37,10 +37,11 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """
     # Without an expected tokenizer, the datasets are compared with each other.
     origins = checked_origins(prefixes, tokenizer=None)
+    # The warning asks the user to make sure that the tokenizer was this one.
     warning = unknown_tokenizers(origins, "the same as for the others")
     if warning is not None:
         command_line.log(warning)
-    raise_file_limit()
+    raise_file_limit()  # every dataset needs open files
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):

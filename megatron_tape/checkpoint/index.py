@@ -65,7 +65,7 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
     files = read_record(path, Index)["files"]
     for name in files:
         tensor_rank = shard_of(name)
-        # Names that are not those of tensor files are not looked up: they may be too long.
+        # Only names of tensor files are looked up: `is_file` raises OSError for a very long name.
         if tensor_rank is None or tensor_rank >= tensor_size or not (checkpoint / name).is_file():
             raise CheckpointError(
                 path,

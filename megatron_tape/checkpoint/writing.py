@@ -262,6 +262,7 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
         "consumed_samples": samples,
         "progress": progress,
         "tensor_model_parallel_size": layout.tensor_parallel_size,
+        # Data- times context-parallel ranks.
         "data_parallel_size": layout.replica_size,
         "sharded": sharded,
         "frozen": list(itertools.chain(*layout.gather_pipeline_stages(frozen_here))),

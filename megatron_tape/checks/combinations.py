@@ -342,6 +342,7 @@ def _validate_monitoring(config: RunConfig) -> None:
 
 
 def _validate_trained_kinds(config: RunConfig) -> None:
+    """Raise ConfigError if `extension.trains` selects nothing that can be trained."""
     model = config.model
     trains = config.extension.trains
     scales = config.optimizer.lr_scale_of
@@ -360,26 +361,26 @@ def _validate_trained_kinds(config: RunConfig) -> None:
             "train embeddings instead",
         )
 
-    # Learning rate multipliers of the trained parameters. If all are 0, nothing is trained.
-    multipliers = [scales.get(kind, 1) for kind in trains]
-    # A multiplier of one parameter, such as position.increments, overrides that of position. A
-    # parameter without its own multiplier has that of position, which is in the list already, so
-    # it adds only a 0.
-    if "position" in trains:
-        multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
-    if not any(multipliers):
-        raise ConfigError(
-            ("extension.trains", "optimizer.lr_scale_of"),
-            f"is {format_value(trains)}, but optimizer.lr_scale_of is {format_value(scales)}, so"
-            " nothing would be trained",
-            "raise a multiplier",
-        )
     if "position" in trains and not encoding_kinds:
         raise ConfigError(
             ("extension.trains", "model.position_encoding"),
             f"is {format_value(trains)}, but model.position_encoding is {model.position_encoding},"
             " which has no parameters",
             "choose another encoding, or remove position from extension.trains",
+        )
+
+    # Learning rate multipliers of the trained parameters. If all are 0, nothing is trained.
+    multipliers = [scales.get(kind, 1) for kind in trains if kind != "position"]
+    # A multiplier of one parameter, such as position.increments, overrides that of position.
+    if "position" in trains:
+        of_position = scales.get("position", 1)
+        multipliers += [scales.get(kind, of_position) for kind in encoding_kinds]
+    if not any(multipliers):
+        raise ConfigError(
+            ("extension.trains", "optimizer.lr_scale_of"),
+            f"is {format_value(trains)}, but optimizer.lr_scale_of is {format_value(scales)}, so"
+            " nothing would be trained",
+            "raise a multiplier",
         )
 
 

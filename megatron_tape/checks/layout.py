@@ -259,8 +259,8 @@ def _validate_sent_state(config: RunConfig) -> None:
     """
     encoding = encoding_of(config.model)
     pipeline_size = config.parallel.pipeline_model_parallel_size
-    # Whether a stage that begins with layer 1 receives a state. Layer 0 never does. The layers with
-    # which the stages begin are compared with this below.
+    # Whether layer 1 receives a state from layer 0. The layers with which the stages begin must
+    # agree with it (see below): Megatron's messages between stages all have the same shape.
     sends_state = encoding.sends_state(1)
 
     # The encoding does not define `sent_state` if its method is that of the base class, which only

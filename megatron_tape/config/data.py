@@ -131,6 +131,7 @@ class DataConfig:
                 "data.prefix", "must be set", "set it, or data.generator or data.examples instead"
             )
         if len(configured) > 1:
+            # The error's text begins with the first key: "data.prefix and data.generator are ...".
             keys = tuple(f"data.{key}" for key in configured)
             raise ConfigError(
                 keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them"

@@ -204,6 +204,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
     earlier ones. The key of a recipe is `config`.
     """
     settings = list(settings_of(section))
+    # `settings_of` also yields the sections, whose keys have no dot.
     sections = ", ".join(setting.key for setting in settings if "." not in setting.key)
     parser = Parser(
         usage=usage,

@@ -245,7 +245,9 @@ def _state_of(future: Future, staging: list[Path], cache: str) -> _BuildState:
 
 
 def _error_for_all(error: BaseException, cache: str) -> Exception:
-    """Return the error to raise on all ranks: a ConfigError if a retry cannot help."""
+    """Return the error to raise on all ranks: a ConfigError if a retry cannot help, the UserError
+    or MemoryError itself, or a RuntimeError.
+    """
     cause = error
     # Megatron wraps any error while it builds an index in a plain Exception.
     if isinstance(error.__cause__, OSError):
@@ -259,6 +261,7 @@ def _error_for_all(error: BaseException, cache: str) -> Exception:
     if isinstance(error, UserError):
         return error
     problem = f"rank 0 could not index the data ({type(cause).__name__}: {cause})"
+    # For a MemoryError, programs print advice about memory.
     if isinstance(cause, MemoryError):
         return MemoryError(problem)
     return RuntimeError(problem)

@@ -326,6 +326,7 @@ def verified_kernels(
     # For each kernel, a function that returns its checks by name. The inputs of the checks take
     # memory, so they are created only when the kernel is checked.
     checks = {"swiglu": lambda: {"swiglu": swiglu_check(ffn_width, dtype, device)}}
+    # `averages`: whether layers update the position state from attention's average of it.
     if shapes.averages:
         checks["position_update"] = lambda: update_checks(shapes, dtype, device)
     if dtype is not torch.float32:
@@ -333,8 +334,9 @@ def verified_kernels(
 
     usable = {}
     for name, make_checks in checks.items():
-        # Why the kernel cannot be used; if Triton works, the check below decides.
+        # Why the kernel cannot be used, or None. If Triton works, the check below decides.
         problem = f"triton {without_triton}"
+        # The name of the kernel if it ran, but its results were wrong.
         inexact = None
         # All ranks enter the block, also those without Triton, since it contains a barrier.
         with layout.first_on_node():

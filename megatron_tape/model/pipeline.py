@@ -58,8 +58,8 @@ class Pipeline(nn.Module):
         is_virtual = len(model_chunks) > 1
         virtual_size = len(model_chunks) if is_virtual else None
         self._config.virtual_pipeline_model_parallel_size = virtual_size
-        # If two stages have virtual stages, each sends outputs to the other; batched sends would
-        # then mix up their tensors.
+        # With virtual stages, outputs go from the last rank back to the first one, too. With two
+        # ranks, each then sends to the other, and batched sends would mix up their tensors.
         self._config.overlap_p2p_comm = is_virtual
         self._config.batch_p2p_comm = not is_virtual
         # The synchronization is only a workaround for a bug of old versions of torch.

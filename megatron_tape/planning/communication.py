@@ -104,7 +104,9 @@ def _all_to_all_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """
     model = plan.model
     batch = plan.batch
-    # Ranks with all heads or all tokens exchange nothing.
+    # `tokens` are those of the whole micro-batch, `local_tokens` those of a rank outside attention.
+    # Inside attention, each of the `head_shards` ranks (tensor- times context-parallel) has all
+    # tokens of its heads. Ranks with all heads or all tokens exchange nothing.
     if batch.head_shards == 1 or batch.local_tokens == batch.tokens:
         return {}
 

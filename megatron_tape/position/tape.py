@@ -133,6 +133,7 @@ class TapePosition(RotaryPosition):
         if not self.updates(layer):
             return parameters
 
+        # A factor for each head, which exported models store as a diagonal matrix.
         mixing = Parameter((heads,), diagonal=True)
         if self.mixes_fully:
             mixing = Parameter((groups, heads))

@@ -115,8 +115,8 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
     job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         newest = job_attempts[-limit:]
-        # If the newest checkpoint is beyond that at the start of the first of these attempts, one
-        # of them has saved it.
+        # `checkpoint_step` is the step of the newest checkpoint when an attempt started. If `step`
+        # is larger, one of the attempts in `newest` has saved a checkpoint.
         if len(newest) < limit or step > newest[0].facts.get("checkpoint_step", 0):
             continue
         if limit == IDLE_LIMIT or all(attempt.crashed for attempt in newest):

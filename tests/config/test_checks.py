@@ -188,6 +188,11 @@ def test_incompatible_layouts_are_refused(processes, key, options):
         ("extension.trains", f"extension.trains=[position] {ROPE}"),
         ("extension.trains", "extension.trains=[norms] optimizer.lr_scale_of.norms=0.0"),
         (
+            "extension.trains",
+            "model.position_encoding=cope extension.trains=[position]"
+            ' optimizer.lr_scale_of={"position":1.0,"position.table":0.0}',
+        ),
+        (
             "extension.lora_rank",
             "extension.trains=[lora] extension.lora_rank=17 model.num_query_groups=2",
         ),

@@ -278,7 +278,7 @@ def _relative_imports(
                 f"imports {alias.name}, which is no function, class or constant of a module",
             )
         names_by_module.setdefault(target, []).append(ast.unparse(alias))
-    imported_modules += names_by_module
+    imported_modules += names_by_module  # the keys
     return "; ".join(
         f"from .{target.flat_name} import {', '.join(names)}"
         for target, names in names_by_module.items()

@@ -151,7 +151,8 @@ class TapeModel(TapePreTrainedModel):
     """The decoder without its language-model head."""
 
     def __init__(self, config: TapeConfig):
-        # Attention refuses these too, but only after a server has loaded the weights.
+        # A server such as vLLM sets an attention function of its own, which stores no position
+        # state. `attend` refuses it too, but only after the server has loaded the weights.
         refuse_servers(config._attn_implementation)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
