@@ -208,7 +208,7 @@ def repository(tmp_path_factory):
         write_llama(folder / "models" / name, texts)
     shutil.copy(folder / "runs/demo/data/tokenizer.model", folder)
     for name in ("text.jsonl", "more.jsonl"):
-        shutil.copy(folder / "runs/demo/data/stdlib.jsonl", folder / name)
+        write_lines(folder / name, texts)
     for suffix in ("bin", "idx", "origin"):
         shutil.copy(folder / f"runs/demo/data/stdlib.{suffix}", folder / f"data/c4-0.{suffix}")
     shell(
