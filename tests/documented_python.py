@@ -1,5 +1,5 @@
-"""Stands in for `python` and `torchrun` when tests run the commands of the documentation: two
-processes, few steps.
+"""Stands in for `python` and `torchrun` when tests run the commands of the documentation: few
+steps, and two processes for tensor parallelism, otherwise one.
 """
 
 import os
@@ -94,7 +94,7 @@ if __name__ == "__main__":
             "-m",
             "torch.distributed.run",
             "--nproc-per-node",
-            "2",
+            "2" if "--parallel.tensor_model_parallel_size" in arguments else "1",
             *arguments[:place],
             *arguments[place + 2 :],
         ]

@@ -13,7 +13,7 @@ from ops_interpreter import SHARED_MEMORY
 from megatron_tape.ops.position_update import MAX_GROUPS, MAX_HEADS
 
 FEW = [(128, 86, 0), (64, 90, 1)]
-ALL = [(dim, capability) for dim in (64, 128) for capability in SHARED_MEMORY]
+ALL = [(128, capability) for capability in SHARED_MEMORY]
 RECIPES = [(64, 12, 12), (128, 16, 16), (128, 32, 8)]
 """Head dimension, heads and groups of the recipes for 155M and 1B parameters, and with grouped
 heads.
