@@ -1,5 +1,5 @@
 """Stands in for `python` and `torchrun` when tests run the commands of the documentation: few
-steps, and two processes for tensor parallelism, otherwise one.
+steps and small models; two processes in the demo and for tensor parallelism, otherwise one.
 """
 
 import os
@@ -89,12 +89,14 @@ if __name__ == "__main__":
     if {"vllm.entrypoints.openai.api_server", "--logging.wandb.project"} & set(arguments):
         sys.exit()  # the package is not installed here
     if name == "torchrun":
+        # The demo's script, and tensor parallelism.
+        with_two = {"--standalone", "--parallel.tensor_model_parallel_size"}
         place = arguments.index("--nproc-per-node")
         arguments = [
             "-m",
             "torch.distributed.run",
             "--nproc-per-node",
-            "2" if "--parallel.tensor_model_parallel_size" in arguments else "1",
+            "2" if with_two & set(arguments) else "1",
             *arguments[:place],
             *arguments[place + 2 :],
         ]

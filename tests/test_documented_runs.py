@@ -188,15 +188,14 @@ def repository(tmp_path_factory):
     for path in git(ROOT, "ls-files").splitlines():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
-    shown = run(folder, None, "bash", "pretrain/demo.sh", "4").stdout
-    (folder / "shown.txt").write_text(shown, encoding="utf-8")
-    # From here on, "python" and "torchrun" are the programs that shorten commands.
     programs = folder / "home" / "bin"
     programs.mkdir(parents=True)
     stand_in = (ROOT / "tests" / "documented_python.py").read_text(encoding="utf-8")
     for name in ("python", "torchrun"):
         (programs / name).write_text(f"#!{sys.executable}\n{stand_in}", encoding="utf-8")
         (programs / name).chmod(0o755)
+    shown = run(folder, None, "bash", "pretrain/demo.sh", "2").stdout
+    (folder / "shown.txt").write_text(shown, encoding="utf-8")
     files = sorted(
         Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size
     )[-60:]
