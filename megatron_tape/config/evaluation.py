@@ -92,7 +92,7 @@ class PasskeySettings:
 
     lengths: list[int] | None = None
     """Context lengths in tokens, including prompt and answer. Default: the training length, half of
-    it and a quarter of it."""
+    it and a quarter of it; the latter two only if they have at least 128 tokens."""
     depths: Count = 10
     """Number of depths of the key, evenly spaced from the beginning of the filler (0) to its end
     (1)."""

@@ -271,9 +271,6 @@ class _RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def readable(self) -> bool:
         return True
 

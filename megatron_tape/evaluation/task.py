@@ -168,6 +168,8 @@ class Task:
     needs_tokenizer: ClassVar[bool] = True
     generates: ClassVar[bool] = False
     """Whether the task needs a `HuggingFaceModel`. Such a task cannot run during training."""
+    shortest = 2
+    """Half and a quarter of the trained length are default lengths if they have so many tokens."""
 
     def __init__(self, settings: Any, section: str = ""):
         """Create a task; `section` is the section of its settings in error messages, by default the
@@ -181,8 +183,10 @@ class Task:
         return f"{self.section}.{setting}"
 
     def context_lengths(self, info: ModelInfo) -> list[int]:
-        """Return the setting `lengths` in ascending order; by default, the trained length, half of
-        it and a quarter of it. Raises ConfigError if the lengths are invalid.
+        """Return the setting `lengths` in ascending order.
+
+        By default, these are the trained length, half of it and a quarter of it; the latter two
+        only if they have at least `shortest` tokens. Raises ConfigError if the lengths are invalid.
         """
         lengths = self.settings.lengths
         trained = info.trained_length
@@ -195,7 +199,8 @@ class Task:
                     " 8 or more tokens",
                     "set it, such as to [1024, 2048]",
                 )
-            return [trained // 4, trained // 2, trained]
+            half = trained // 2
+            return [length for length in (half // 2, half) if length >= self.shortest] + [trained]
 
         if not lengths or min(lengths) < 2 or len(set(lengths)) < len(lengths):
             raise ConfigError(

@@ -261,11 +261,7 @@ def _why_slow(
     )
 
 
-def _error_of(
-    failures: list[_Failure],
-    world_size: int,
-    auto: bool,
-) -> UserError:
+def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserError:
     """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of the ranks
     that failed.
     """

@@ -95,12 +95,7 @@ def activations(plan: Plan) -> Activations:
         kept += _bytes_between_chunks(plan)
         # All micro-batches in flight keep these tensors; those in transit exist once.
         kept = int(plan.in_flight * kept) + _bytes_in_transit(plan)
-    return Activations(
-        layers=kept,
-        output_gradient=gradient,
-        loss=loss,
-        backward=backward,
-    )
+    return Activations(layers=kept, output_gradient=gradient, loss=loss, backward=backward)
 
 
 def _bytes_between_chunks(plan: Plan) -> int:

@@ -40,10 +40,7 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     encoding = encoding_of(model)
     # All tokens of a sequence are on one GPU. The width in bytes has no effect on multiply-adds.
     one_sequence = MicroBatchSizes(
-        tokens=model.seq_length,
-        local_tokens=model.seq_length,
-        width=2,
-        tensor_size=1,
+        tokens=model.seq_length, local_tokens=model.seq_length, width=2, tensor_size=1
     )
 
     qkv = hidden * (query_width + 2 * group_width)

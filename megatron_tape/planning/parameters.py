@@ -113,9 +113,7 @@ def parameter_count(
 
 
 def replicated_count(
-    model: ModelConfig,
-    extension: ExtensionConfig | None,
-    contents: PipelineStageContents | None,
+    model: ModelConfig, extension: ExtensionConfig | None, contents: PipelineStageContents | None
 ) -> int:
     """Return the number of trained elements that are replicated over the tensor-parallel ranks,
     such as norms.

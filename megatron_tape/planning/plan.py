@@ -271,11 +271,7 @@ class Plan:
         if parallel.uses_sequence_parallel:
             local_tokens = tokens // parallel.ranks_per_pipeline_stage
         return MicroBatchSizes(
-            tokens,
-            local_tokens,
-            self.width,
-            self.tensor_size,
-            self.context_size,
+            tokens, local_tokens, self.width, self.tensor_size, self.context_size
         )
 
     @property
@@ -342,13 +338,7 @@ class Plan:
         """Return the elements of a tensor-parallel rank's parameters of these kinds on this
         pipeline stage.
         """
-        return parameter_count(
-            self.model,
-            self.extension,
-            kinds,
-            self.tensor_size,
-            self.contents,
-        )
+        return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.contents)
 
 
 @lru_cache(maxsize=256)

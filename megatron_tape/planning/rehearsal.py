@@ -141,12 +141,7 @@ class Rehearsal:
             by_muon = plan.muon_elements > 0 and kind == communication.ALL_GATHER
             if by_muon or max(measured, estimated) <= negligible:
                 tolerance = ANY
-            yield Row(
-                f"{group}: {kind}",
-                measured,
-                estimated,
-                tolerance,
-            )
+            yield Row(f"{group}: {kind}", measured, estimated, tolerance)
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
@@ -295,17 +290,8 @@ def install_fake_world(world_size: int, rank: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",  # required, but no connection is made
     }
-    dist.init_process_group(
-        FAKE,
-        rank=rank,
-        world_size=world_size,
-        store=FakeStore(),
-    )
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
 
 class _Accelerator(CPU_Accelerator):
@@ -349,14 +335,7 @@ def _apply(module: Module, function: Callable, recurse: bool = True) -> Module:
 
 
 def _attention(
-    q,
-    k,
-    v,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """Replace torch's `scaled_dot_product_attention`: call the operator that a GPU would select,
     because the saved tensors depend on the operator. Returns the outputs (B, H, S, D) for queries

@@ -77,11 +77,7 @@ class SearchResult:
 
 
 def search(
-    plan: Plan,
-    hardware: Hardware,
-    gib: float,
-    validate: Validate,
-    limit: int = 10,
+    plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit: int = 10
 ) -> SearchResult:
     """Find the `limit` fastest layouts of a run that fit on the plan's GPUs, each with `gib` GiB.
 

@@ -83,13 +83,7 @@ def _pipeline_stage_time(plan: Plan, hardware: Hardware) -> StepTime:
     return StepTime(computation, sum(seconds.values()), bubble)
 
 
-def _seconds(
-    plan: Plan,
-    group: str,
-    kind: str,
-    size: int,
-    hardware: Hardware,
-) -> float:
+def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
     """Return the seconds of all collectives of one `kind` in one process `group`, with `size` bytes
     in total.
     """

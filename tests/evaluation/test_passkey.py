@@ -81,6 +81,13 @@ def test_the_key_is_at_the_given_depth(tokenizers):
         assert (before + after).startswith("The grass is green. The sky is blue. The sun")
 
 
+def test_default_lengths_have_room_for_a_prompt(tokenizers):
+    info = random_llama(tokenizers["bpe"], 256).info
+    assert Passkey(Passkey.Settings()).context_lengths(info) == [128, 256]
+    info = random_llama(tokenizers["bpe"], 1024).info
+    assert Passkey(Passkey.Settings()).context_lengths(info) == [256, 512, 1024]
+
+
 def test_a_length_without_room_for_the_key_is_refused(tokenizers):
     with pytest.raises(ConfigError) as error:
         evaluated(random_llama(tokenizers["bpe"], 512), lengths=[30])

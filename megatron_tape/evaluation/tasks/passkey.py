@@ -45,6 +45,8 @@ class Passkey(Task):
     name = "passkey"
     Settings = PasskeySettings
     generates = True
+    # A prompt without filler and its answer have about 90 tokens.
+    shortest = 128
 
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError for invalid lengths."""
