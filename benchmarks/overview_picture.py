@@ -89,7 +89,7 @@ def draw_losses(axes: Axes) -> None:
             (place + 0.07, rope[place]),
             arrowprops={"arrowstyle": "->"},
         )
-        # `annotate` draws only the arrow, so that its label can stand beside its middle.
+        # `annotate` draws only the arrow, so that its label can stand next to its middle.
         middle = (tape[place] + rope[place]) / 2
         axes.text(place + 0.1, middle + 0.04, f"−{rope[place] - tape[place]:.2f}")
 

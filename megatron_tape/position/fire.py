@@ -59,7 +59,7 @@ class FirePosition(PositionEncoding):
         }
 
     def costs(self, layer, batch):
-        """Return the costs: the MLP for each pair of query and key, of which half are visible; the
+        """Return the costs: the MLP for each visible pair of query and key (half of all pairs); the
         state is a token's position.
         """
         mlp = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads)

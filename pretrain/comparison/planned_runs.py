@@ -365,7 +365,7 @@ def _evaluation_arguments(options: argparse.Namespace, base: RunConfig) -> list[
     arguments = list(tasks)
     for name, settings in tasks.items():
         for key, value in as_dict(settings).items():
-            # The parser reads values as YAML, of which JSON is a part; quotes would stay in a text.
+            # The parser reads values as YAML, which includes JSON. Quotes would stay in a text.
             text = value if isinstance(value, str) else json.dumps(value)
             arguments += [f"--{name}.{key}", text]
     return arguments or None
