@@ -7,7 +7,9 @@ position state.
 Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -232,17 +234,33 @@ class LanguageModel(torch.nn.Module):
         for layer in self.layers.values():
             run_layer = partial(layer, packing=attention_packing, recorder=recorder)
             if recomputes:
-                # False, for `distribute_saved_activations`: every tensor-parallel rank keeps the
-                # whole input of the layer.
-                hidden_states, state = checkpoint(run_layer, False, hidden_states, state)
+                hidden_states, state = self._checkpointed(run_layer, hidden_states, state)
             else:
                 hidden_states, state = run_layer(hidden_states, state)
 
         if not self.is_last:
             if self._sends_state:
-                return pack(hidden_states, state)
+                return pack(hidden_states, self.encoding.state_tensor(state))
             return hidden_states
         return self._logits_or_loss(self.norm(hidden_states), labels, loss_weights, by_token)
+
+    def _checkpointed(
+        self,
+        run_layer: Callable[..., tuple[Tensor, Any]],
+        hidden_states: Tensor,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states and the tensor of the position state that `run_layer` computes,
+        with activation checkpointing.
+        """
+
+        def run(hidden_states: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            hidden_states, new = run_layer(hidden_states, state)
+            return hidden_states, self.encoding.state_tensor(new)
+
+        # False, for `distribute_saved_activations`: every tensor-parallel rank keeps the whole
+        # input of the layer.
+        return checkpoint(run, False, hidden_states, state)
 
     def _in_documents(self, positions: Tensor, packing: Packing | None) -> Tensor:
         """Return the positions (S, B or 1) of tokens, which restart in each packed document if the

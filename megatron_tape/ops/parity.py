@@ -257,7 +257,7 @@ def update_checks(
         # Scaled, so that products have about the size of their inputs.
         matrices.append(draw(*shape) * shape[-1] ** -0.5)
     fused = partial(_update, fused_update, shapes.fp32_state)
-    plain = partial(_update, plain_update, shapes.fp32_state)
+    plain = partial(_update, _plain_update, shapes.fp32_state)
     return {"position update": Check(fused, plain, [*states, *matrices])}
 
 
@@ -366,20 +366,28 @@ def _with_reflections(
 
 
 def _update(
-    function: Callable[..., Tensor],
+    function: Callable[..., Outputs],
     fp32_state: bool,
     z: Tensor,
     *tensors: Tensor,
 ) -> Outputs:
-    """Return a list with the state that `function` updates; `tensors` are u, the gate and the
+    """Return the state that `function` updates, and its copies; `tensors` are u, the gate and the
     matrices.
 
     With `fp32_state`, z is converted to fp32, with values that a 16-bit dtype cannot represent.
     """
+    exact = z
     if fp32_state and z.dtype.itemsize == 2:
         # 1.0001 differs from 1 by less than bf16 can represent.
-        z = z.float() * 1.0001
-    return [function(z, *tensors)]
+        exact = z.float() * 1.0001
+    return function(exact, *tensors, rounded_NGD=z)
+
+
+def _plain_update(z: Tensor, *tensors: Tensor, rounded_NGD: Tensor) -> Outputs:
+    """Return the results of `fused_update`, computed by `plain_update`."""
+    new = plain_update(z, *tensors)
+    copy = new.to(rounded_NGD.dtype)
+    return new, copy, copy
 
 
 def backend_fails(

@@ -5,25 +5,39 @@ the state z, its average u under the attention weights, the token mixing A, and 
     z' = z + A u,    z'' = z' + M z',    M = W_down diag(g) W_up  in R^(G x G).
 Per token, forming M costs G*G*P and applying it G*G*D multiply-adds, compared with 2*P*G*D for
 projecting every frequency up and down. One matrix product computes M for all tokens: g (N, P) times
-the (P, G*G) outer products of W_down's columns and W_up's rows. The backward pass keeps z, u and
-the gate, and recomputes z' and M.
+the (P, G*G) outer products of W_down's columns and W_up's rows. The backward pass keeps z, u, the
+gate and M, and recomputes z'.
 
 The state may be in fp32 while all other tensors are in bf16. It is then updated in fp32, which
-keeps increments that bf16 would lose, and rounded to bf16 only as a factor of a product.
+keeps increments that bf16 would lose, and rounded to bf16 only as a factor of a product. Attention
+and the backward pass read a rounded copy (`UpdatedState`). Gradients of the state have the dtype of
+this copy, as those of hidden states have theirs.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
-
 MAX_GROUPS = 64
 MAX_HEADS = 128
 """Largest sizes for which the fused kernels' matrices fit into shared memory, from compute
 capability 8.0 on.
 """
+
+
+class UpdatedState(NamedTuple):
+    """A position state after an update, and copies of it in the dtype of the other tensors.
+
+    A copy for each reader in the next layer, so that autograd does not add up their gradients: the
+    update's backward pass gets both. The copies share memory.
+    """
+
+    state: Tensor
+    for_attention: Tensor
+    for_update: Tensor
 
 
 def fits_fused(groups: int, heads: int) -> bool:
@@ -44,8 +58,8 @@ def plain_update(
     """Return z'' (N, G, D), computed step by step: the reference. `u_NHD` may also be (S, B, H, D),
     N = S * B.
     """
-    u_NHD = u_NHD.flatten(0, -3)
-    return contextualize(mix_tokens(z_NGD, u_NHD, mixing), gate_NP, up_PG, down_GP)
+    mixed = mix_tokens(z_NGD, u_NHD.flatten(0, -3), mixing)
+    return contextualize(mixed, matrices(gate_NP, up_PG, down_GP))
 
 
 def compact_update(
@@ -56,92 +70,19 @@ def compact_update(
     up_PG: Tensor,
     down_GP: Tensor,
     rounded_NGD: Tensor | None = None,
-) -> Tensor:
-    """Return the result of `plain_update`, saving only z (rounded to u's dtype), u and the gate for
-    the backward pass.
+) -> UpdatedState:
+    """Return the result of `plain_update` and its copies, saving only z, u, the gate and M for the
+    backward pass.
 
-    `rounded_NGD` is the rounded z if the caller has it already; it is then saved without a copy.
+    `rounded_NGD` is z in the dtype of u; it may be None if z has this dtype. It is saved instead of
+    z, and gets the gradient of z. Raises ValueError if shapes or dtypes do not match.
     """
+    others = (gate_NP, mixing, up_PG, down_GP)
+    z_and_rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
     u_NHD = u_NHD.flatten(0, -3)
-    return _CompactUpdate.apply(
-        z_NGD,
-        u_NHD,
-        gate_NP,
-        mixing,
-        up_PG,
-        down_GP,
-        _z_to_save(z_NGD, u_NHD, rounded_NGD),
-    )
-
-
-def _z_to_save(
-    z: Tensor,
-    u: Tensor,
-    rounded: Tensor | None,
-) -> Tensor | None:
-    """Return z in u's dtype to save for the backward pass, or None if z has that dtype and is saved
-    itself.
-
-    `rounded` is z in u's dtype, or None if the caller does not have it.
-    """
-    if z.dtype == u.dtype:
-        return None
-    if rounded is None:
-        return z.detach().to(u.dtype)
-    return rounded.detach()
-
-
-class _CompactUpdate(Function):
-    """The differentiable form of `plain_update`; `kept`, the result of `_z_to_save`, is saved
-    instead of z unless None.
-    """
-
-    @staticmethod
-    def forward(ctx, z, u, gate, mixing, up, down, kept):
-        saved = z if kept is None else kept
-        ctx.save_for_backward(saved, u, gate, mixing, up, down)
-        return plain_update(z, u, gate, mixing, up, down)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dz):
-        z, u, gate, mixing, up, down = ctx.saved_tensors
-        N, G, _ = z.shape
-        mixed = mix_tokens(z, u, mixing)
-        g = F.silu(gate)
-        outer = outer_products(up, down)
-        M = (g @ outer).view(N, G, G)
-
-        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which is also that of
-        # z. `rounded` is always `dz` in u's dtype, for products.
-        rounded = dz.to(u.dtype)
-        dM = torch.bmm(rounded, mixed.mT).flatten(1)
-        if dz.dtype == u.dtype:
-            dz = rounded = torch.baddbmm(dz, M.mT, rounded)
-        else:
-            dz = dz + torch.bmm(M.mT, rounded)
-            rounded = dz.to(u.dtype)
-
-        # z' = z + A u, with A a matrix or one scale per head.
-        if mixing.dim() == 2:
-            du = torch.matmul(mixing.T, rounded)
-            # Matrices (G, N * D) and (H, N * D).
-            by_group = rounded.transpose(0, 1).flatten(1)
-            by_head = u.transpose(0, 1).flatten(1)
-            d_mixing = by_group @ by_head.T
-        else:
-            du = rounded * mixing[:, None]
-            d_mixing = (rounded * u).sum((0, 2))
-        gradients = matrix_gradients(
-            dM,
-            d_mixing,
-            g,
-            outer,
-            gate,
-            up,
-            down,
-        )
-        return dz, du, *gradients, None
+    new = _CompactUpdate.apply(*z_and_rounded, u_NHD, *others)
+    copy = new.to(u_NHD.dtype)
+    return UpdatedState(new, copy, copy)
 
 
 def fused_update(
@@ -152,21 +93,100 @@ def fused_update(
     up_PG: Tensor,
     down_GP: Tensor,
     rounded_NGD: Tensor | None = None,
-) -> Tensor:
-    """Return the result of `compact_update`, computed by a Triton kernel on a GPU or in Triton's
+) -> UpdatedState:
+    """Return the result of `compact_update`, computed by Triton kernels on a GPU or in Triton's
     interpreter.
     """
     from megatron_tape.ops.kernels.triton_position_update import update
 
-    return update(
-        z_NGD,
-        u_NHD,
-        gate_NP,
-        mixing,
-        up_PG,
-        down_GP,
-        _z_to_save(z_NGD, u_NHD, rounded_NGD),
-    )
+    others = (gate_NP, mixing, up_PG, down_GP)
+    z_and_rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
+    return UpdatedState(*update(*z_and_rounded, u_NHD, *others))
+
+
+def _checked_state(
+    z: Tensor,
+    rounded: Tensor | None,
+    u: Tensor,
+    gate: Tensor,
+    mixing: Tensor,
+    up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Return z and `rounded`, which is None if z has the dtype of u, so that nothing is rounded.
+
+    Raises ValueError if the shapes of an update's arguments do not match, or if `rounded` is
+    missing.
+    """
+    N, G, D = z.shape
+    P = gate.shape[1]
+    H = G if mixing.dim() == 1 else u.shape[-2]
+    # The third shape is that of A: (G, H), or (H,) with one scale per head.
+    expected = [(N, H, D), (N, P), (G, H)[-mixing.dim() :], (P, G), (G, P)]
+    shapes = [tuple(x.shape) for x in (u, gate, mixing, up, down)]
+    # u may have an axis for the sequence and one for the batch.
+    shapes[0] = (u.shape[:-2].numel(), *u.shape[-2:])
+    if shapes != expected:
+        raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
+
+    if z.dtype == u.dtype:
+        return z if rounded is None else rounded, None
+    if rounded is None or (rounded.shape, rounded.dtype) != (z.shape, u.dtype):
+        raise ValueError(
+            f"z is in {z.dtype} and u in {u.dtype}: rounded_NGD must be z in {u.dtype}"
+        )
+    return z, rounded
+
+
+class _CompactUpdate(Function):
+    """The differentiable form of `plain_update`; `rounded` is saved instead of z, and gets its
+    gradient, unless None.
+    """
+
+    @staticmethod
+    def forward(ctx, z, rounded, u, gate, mixing, up, down):
+        ctx.z_is_rounded = rounded is not None
+        saved = z if rounded is None else rounded
+        M = matrices(gate, up, down)
+        ctx.save_for_backward(saved, u, gate, M, mixing, up, down)
+        return contextualize(mix_tokens(z, u, mixing), M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        z, u, gate, M, mixing, up, down = ctx.saved_tensors
+        G = z.shape[1]
+        mixed = mix_tokens(z, u, mixing)
+        g = F.silu(gate)
+
+        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which is also that of
+        # z. `rounded` is always `dz` in u's dtype, for products.
+        rounded = dz.to(u.dtype)
+        dM = torch.bmm(rounded, mixed.mT).flatten(1)
+        if dz.dtype == u.dtype:
+            rounded = torch.baddbmm(dz, M.mT, rounded)
+        else:
+            rounded = (dz + torch.bmm(M.mT, rounded)).to(u.dtype)
+
+        # z' = z + A u, with A a matrix or one scale per head. The next two are (G, N * D) and (H, N
+        # * D).
+        by_group = rounded.transpose(0, 1).flatten(1)
+        by_head = u.transpose(0, 1).flatten(1)
+        if mixing.dim() == 2:
+            du = torch.matmul(mixing.T, rounded)
+            d_mixing = by_group @ by_head.T
+        else:
+            du = rounded * mixing[:, None]
+            # As a product of matrices, since these sum in fp32.
+            d_mixing = torch.bmm(by_group.unsqueeze(1), by_head.unsqueeze(2)).flatten()
+
+        # M = g @ outer, where outer[p] is the product of column p of W_down and row p of W_up.
+        d_outer = (g.T @ dM).view(-1, G, G)
+        d_gate = torch.ops.aten.silu_backward(dM @ _outer_products(up, down).T, gate)
+        d_up = (down.T.unsqueeze(1) @ d_outer).squeeze(1)
+        d_down = (d_outer @ up.unsqueeze(2)).squeeze(2).T
+        dz_of = (None, rounded) if ctx.z_is_rounded else (rounded, None)
+        return *dz_of, du, d_gate, d_mixing, d_up, d_down
 
 
 def mix_tokens(
@@ -186,18 +206,21 @@ def mix_tokens(
     return torch.baddbmm(z_NGD, mixing_NGH, u_NHD)
 
 
-def contextualize(
-    z_NGD: Tensor,
-    gate_NP: Tensor,
-    up_PG: Tensor,
-    down_GP: Tensor,
-) -> Tensor:
-    """Return z'' = z + W_down diag(silu(gate)) W_up z (N, G, D); `z_NGD` is z' of the module's
-    formula.
-    """
-    G = z_NGD.shape[1]
-    M = F.silu(gate_NP) @ outer_products(up_PG, down_GP)
-    M_NGG = M.unflatten(1, (G, G))
+def matrices(gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return M = W_down diag(silu(gate)) W_up of each token, (N, G, G)."""
+    G = len(down_GP)
+    return (F.silu(gate_NP) @ _outer_products(up_PG, down_GP)).unflatten(1, (G, G))
+
+
+def contextualize(z_NGD: Tensor, M_NGG: Tensor) -> Tensor:
+    """Return z'' = z + M z (N, G, D); `z_NGD` is z' of the module's formula."""
     if z_NGD.dtype != M_NGG.dtype:
         return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)
+
+
+def _outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
+    """Return the P outer products of W_down's columns and W_up's rows, (P, G*G), so that M =
+    silu(gate) @ them.
+    """
+    return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)

@@ -191,7 +191,8 @@ class PositionEncoding:
     The position state is a tensor whose first two axes are tokens and sequences; an encoding
     chooses which tokens and groups a rank holds. Fixed phases have all S tokens, since every rank
     can compute them. A state that layers update has this rank's s tokens and all G groups, and
-    enters attention by `TokenLayout.to_heads`.
+    enters attention by `TokenLayout.to_heads`. `next_state` may return an object with this tensor
+    and others; `state_tensor` then takes the tensor out of it, and all methods accept both.
 
     Code outside this package must not depend on which encoding is in use. The exception is
     `huggingface/`, since models with TAPE and RoPE have export formats of their own.
@@ -418,11 +419,15 @@ class PositionEncoding:
         averaged_SBhD: Tensor | None,
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
-    ) -> Tensor | None:
+    ) -> Any:
         """Return the next layer's state. The model calls this if `updates(layer)`.
 
         `inputs` is the result of `position_inputs`, and `averaged_SBhD` the average of the
         state under the attention weights. `attention_output_sBC` and `mlp_output_sBC` exclude the
         residual stream.
         """
+        return state
+
+    def state_tensor(self, state: Any) -> Tensor | None:
+        """Return the tensor of a state, for activation checkpointing and pipeline stages."""
         return state

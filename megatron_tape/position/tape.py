@@ -154,10 +154,10 @@ class TapePosition(RotaryPosition):
         """Return the costs: averaging the state, token mixing, and the position MLP: its gate, and
         forming and applying the matrix M of each token (see `ops.position_update`).
 
-        Saved for the backward pass: the gate and its input, the state, and averages received from
-        other ranks. The state costs nothing if attention saves the same tensor: it does unless all
-        groups share the state or an all-to-all copies it. With learned increments, the first layer
-        also saves increments and positions in float64, and the phases of one group, or of all
+        Saved for the backward pass: the gate and its input, M, the state, and averages received
+        from other ranks. The state costs nothing if attention saves the same tensor: it does unless
+        all groups share the state or an all-to-all copies it. With learned increments, the first
+        layer also saves increments and positions in float64, and the phases of one group, or of all
         groups if an all-to-all follows.
 
         All-to-alls send the state to attention and the averages back. In the first layer, all
@@ -203,7 +203,8 @@ class TapePosition(RotaryPosition):
             applying_M = model.query_groups * state_size
             products += averaging + mixing + gate + forming_M + applying_M
 
-            elements = model.hidden_size + inner  # the gate's input, and the gate
+            # The gate's input, the gate, and M.
+            elements = model.hidden_size + inner + model.query_groups**2
             # The averages, if an all-to-all brought them to this rank.
             if sharded:
                 elements += averages_size
@@ -281,7 +282,13 @@ class TapePosition(RotaryPosition):
         """Return the state of all tokens for this rank's groups, rounded to the precision of the
         hidden states.
         """
-        rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
+        from megatron_tape.ops.position_update import UpdatedState
+
+        if isinstance(state, UpdatedState):
+            rounded = state.for_attention
+        else:
+            rounded = state.to(hidden_states_sBC.dtype)
+            rounded = rounded.expand(-1, -1, self.model.query_groups, -1)
         return PositionInputs(
             self.token_layout.to_heads(rounded), average_state=self.updates(layer)
         )
@@ -296,8 +303,12 @@ class TapePosition(RotaryPosition):
         attention_output_sBC,
         mlp_output_sBC,
     ):
-        """Return the updated state z'' (s, B, G, D)."""
+        """Return the updated state z'' (s, B, G, D) as an `UpdatedState` or, with `state_norm`
+        unit, as a tensor.
+        """
         from torch.nn.functional import linear
+
+        from megatron_tape.ops.position_update import UpdatedState
 
         u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
@@ -306,11 +317,16 @@ class TapePosition(RotaryPosition):
             """Return a state (S, B, G or 1, D) as (S * B, G, D)."""
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
-        # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that
-        # autograd saves one tensor.
-        rounded = None
-        if self.token_layout.sequence_shards == 1:
-            rounded = by_token(inputs.z_TBGD)
+        # The update and attention read the same rounded tensor, so that autograd saves one, unless
+        # an all-to-all moved that of attention.
+        if isinstance(state, UpdatedState):
+            z = state.state
+            rounded = state.for_update
+        else:
+            z = state
+            rounded = inputs.z_TBGD
+            if self.token_layout.sequence_shards > 1:
+                rounded = state.to(u.dtype)
 
         gate_input = attention_output_sBC
         if self.settings.gate_input == "mlp":
@@ -318,12 +334,21 @@ class TapePosition(RotaryPosition):
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
-        new = update(by_token(state), u, gate, *matrices, rounded).view(S, B, -1, D)
+        tensors = update(by_token(z), u, gate, *matrices, by_token(rounded))
+        new = UpdatedState(*(x.view(S, B, -1, D) for x in tensors))
         if self.settings.state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus
 
-        return with_modulus(new, self.attention_factor)
+        return with_modulus(new.state, self.attention_factor)
+
+    def state_tensor(self, state):
+        """Return the state without its copies in the precision of the hidden states."""
+        from megatron_tape.ops.position_update import UpdatedState
+
+        if isinstance(state, UpdatedState):
+            return state.state
+        return state
 
     def update_function(self):
         """Return the function that computes the update: the fused kernel if `fused` and supported,

@@ -125,8 +125,11 @@ def launch_update(groups, heads, dim, inner, state=FP32):
         return torch.empty(shape, dtype=dtype, requires_grad=True)
 
     matrices = draw(groups, heads), draw(inner, groups), draw(groups, inner)
-    tensors = draw(32, groups, dim, dtype=state), draw(32, heads, dim), draw(32, inner)
-    triton_position_update.update(*tensors, *matrices).sum().backward()
+    z = draw(32, groups, dim, dtype=state)
+    rounded = None if state is BF16 else draw(32, groups, dim)
+    tensors = z, rounded, draw(32, heads, dim), draw(32, inner), *matrices
+    new, for_attention, for_update = triton_position_update.update(*tensors)
+    (for_attention.sum() + for_update.sum()).backward()
 
 
 def binaries(run, capability):

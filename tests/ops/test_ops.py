@@ -23,7 +23,7 @@ from megatron_tape.ops.rotation import rotate_groups
         (3, 3, 7, False),
     ],
 )
-def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(
+def test_the_compact_update_equals_the_plain_update_and_does_not_save_the_mixed_state(
     tokens, heads, groups, inner, full
 ):
     z = draw(tokens, groups, 8)
@@ -32,11 +32,12 @@ def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(
     mixing = draw(groups, heads, seed=3) if full else draw(heads, seed=3)
     inputs = (z, u, gate, mixing, draw(inner, groups, seed=4), draw(groups, inner, seed=5))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x.data_ptr()) or x, lambda x: x
-    ):
-        ours = compact_update(*inputs)
-    assert saved == [x.data_ptr() for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        ours = compact_update(*inputs).state
+    z, u, gate, M, *matrices = saved
+    kept = [x.data_ptr() for x in (z, u, gate, *matrices)]
+    assert kept == [x.data_ptr() for x in inputs]
+    assert M.shape == (tokens, groups, groups)
     assert_same(ours, plain_update(*inputs), inputs)
 
 
@@ -52,9 +53,15 @@ def test_the_compact_update_of_an_fp32_state_has_at_most_twice_the_rounding_erro
     ]
     z, *others = (draw(*shape, seed=i).detach() for i, shape in enumerate(shapes))
     inputs = [z.float(), *(x.bfloat16() for x in others)]
-    compact, plain = (
-        lambda *x, update=update: [update(*x)] for update in (compact_update, plain_update)
-    )
+
+    def compact(z, *x):
+        return compact_update(z, *x, rounded_NGD=z.to(x[0].dtype))
+
+    def plain(z, *x):
+        new = plain_update(z, *x)
+        copy = new.to(x[0].dtype)
+        return new, copy, copy
+
     assert inexact(compact, plain, inputs, torch.bfloat16) is None
 
 

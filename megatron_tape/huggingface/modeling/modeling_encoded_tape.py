@@ -252,6 +252,8 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
                     for_encoding(attention_output),
                     for_encoding(mlp_output),
                 )
+                # Gradient checkpointing supports only tensors.
+                state = encoding.state_tensor(state)
         return hidden_states + mlp_output, state, weights
 
 

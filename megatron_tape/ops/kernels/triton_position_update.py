@@ -1,25 +1,28 @@
-"""TAPE's update of the position state: two Triton kernels and a few matrix products of torch.
+"""TAPE's update of the position state: Triton kernels and three matrix products of torch.
 
 Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For
 each token, with the state z, its average u under the attention weights, and the token mixing A:
     z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
-One matrix product computes M for all tokens, as in the reference (`ops/position_update.py`). The
-forward kernel reads z, u and M once and writes z'' once. The backward kernel reads them and the
-gradient of z'', recomputes z', and writes the gradients of z, u and M. Each program sums the
-gradient of A over its tokens; torch sums over programs.
+As in the reference (`ops/position_update.py`), M of all tokens is one product: silu(gate) (N, P)
+times the outer products (P, G*G) of W_down's columns and W_up's rows.
+
+The forward pass is two launches: `_form_matrices` computes M, and `_update` reads z, u and M once
+and writes z'', also rounded to the dtype of u. In the backward pass, `_update_backward` reads them
+again, sums the gradients of all copies of z'', recomputes z', and writes the gradients of z, u and
+M. Each of its programs sums the gradient of A over its tokens. `_gate_backward` computes the
+gradient of the gate, torch one matrix product that sums over tokens, and `_parameters_backward` the
+gradients of A, W_up and W_down.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.kernels.triton_rotation import last_contiguous
-from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
 
 PROGRAMS = 16
 """Maximum number of programs per multiprocessor."""
@@ -36,6 +39,9 @@ MIXING_BYTES = 8192
 """Maximum bytes of A for `COLUMNS` columns; with a larger A, shared memory has room for only half
 as many.
 """
+
+TILE = 64
+"""Rows and columns of the tiles in which M and the gradient of the gate are computed."""
 
 
 @triton.jit
@@ -57,13 +63,14 @@ def _store_matrix(
     pointer,
     rows,
     columns,
+    row_stride,
     value,
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Store the elements at `rows` and `columns` of a contiguous (R, C) matrix."""
+    """Store the elements at `rows` and `columns` of an (R, C) matrix."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
-    places = pointer + rows[:, None] * C + columns[None, :]
+    places = pointer + rows[:, None] * row_stride + columns[None, :]
     tl.store(places, value.to(pointer.dtype.element_ty), mask=inside)
 
 
@@ -96,12 +103,71 @@ def _mixed(z, u, mixing, FULL: tl.constexpr):
 
 
 @triton.jit
+def _silu(x):
+    """Return silu(x) in fp32."""
+    x = x.to(tl.float32)
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _load_outer(
+    UP,
+    DOWN,
+    inner,
+    pairs,
+    P,
+    G: tl.constexpr,
+):
+    """Load W_down[i, p] W_up[p, j] for the p in `inner` and the pairs i * G + j in `pairs`.
+
+    The product is rounded to the dtype of the matrices. What is outside of them is zero.
+    """
+    row = pairs // G
+    column = pairs % G
+    inside = (inner[:, None] < P) & (pairs[None, :] < G * G)
+    down = tl.load(DOWN + row[None, :] * P + inner[:, None], mask=inside, other=0.0)
+    up = tl.load(UP + inner[:, None] * G + column[None, :], mask=inside, other=0.0)
+    return (down.to(tl.float32) * up.to(tl.float32)).to(UP.dtype.element_ty)
+
+
+@triton.jit
+def _form_matrices(
+    GATE,
+    UP,
+    DOWN,
+    M,
+    N,
+    P,
+    G: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write a tile of M (N, G*G), given GATE (N, P), UP (P, G) and DOWN (G, P).
+
+    All are contiguous. The grid is (tiles of tokens, tiles of G*G).
+    """
+    tokens = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    pairs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    m = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, P, TILE):
+        inner = start + tl.arange(0, TILE)
+        inside = (tokens[:, None] < N) & (inner[None, :] < P)
+        gate = tl.load(GATE + tokens[:, None] * P + inner[None, :], mask=inside, other=0.0)
+        outer = _load_outer(UP, DOWN, inner, pairs, P, G)
+        m += tl.dot(_silu(gate).to(outer.dtype), outer, input_precision="ieee")
+
+    inside = (tokens[:, None] < N) & (pairs[None, :] < G * G)
+    places = M + tokens[:, None] * (G * G) + pairs[None, :]
+    tl.store(places, m.to(M.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _update(
     Z,
     U,
     M,
     MIXING,
     OUT,
+    ROUNDED,
     N,
     tokens,
     B,
@@ -115,13 +181,15 @@ def _update(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FULL: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """Write z'' of `tokens` adjacent tokens to OUT (N, G, D).
+    """Write z'' of `tokens` adjacent tokens to OUT (N, G, D) and, with ROUNDS, to ROUNDED (N, G,
+    D), which has the dtype of u.
 
     Z is (N, G, D), M (N, G, G), and MIXING (G, H), or (H,) without FULL. U is (N / B, B, H, D) with
-    the strides `u_sequence`, `u_batch` and `u_head` of the first three axes. BLOCK_G and BLOCK_H
-    are G and H, rounded up to powers of two and at least 16. A loop visits D in pieces of BLOCK_D
-    columns, so that they fit into registers.
+    the strides `u_sequence`, `u_batch` and `u_head` of the first three axes; the other tensors are
+    contiguous. BLOCK_G and BLOCK_H are G and H, rounded up to powers of two and at least 16. A loop
+    visits D in pieces of BLOCK_D columns, so that they fit into registers.
     """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
@@ -132,13 +200,16 @@ def _update(
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
+        state = token * G * D
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _load_matrix(Z + token * G * D, groups, columns, D, G, D)
+            z = _load_matrix(Z + state, groups, columns, D, G, D)
             u = _load_matrix(u_token, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
-            _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
+            _store_matrix(OUT + state, groups, columns, D, out, G, D)
+            if ROUNDS:
+                _store_matrix(ROUNDED + state, groups, columns, D, out, G, D)
 
 
 @triton.jit
@@ -148,6 +219,8 @@ def _update_backward(
     M,
     MIXING,
     DOUT,
+    DOUT_UPDATE,
+    DOUT_ATTENTION,
     DZ,
     DU,
     DM,
@@ -158,6 +231,9 @@ def _update_backward(
     u_sequence,
     u_batch,
     u_head,
+    du_sequence,
+    du_batch,
+    du_head,
     G: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -165,13 +241,19 @@ def _update_backward(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FULL: tl.constexpr,
+    HAS_DOUT: tl.constexpr,
+    HAS_DOUT_UPDATE: tl.constexpr,
+    HAS_DOUT_ATTENTION: tl.constexpr,
 ):
-    """Write the gradients of z, u and M of `tokens` adjacent tokens, given DOUT (N, G, D), that of
-    z''.
+    """Write the gradients of z, u and M of `tokens` adjacent tokens.
 
-    DZ is (N, G, D), DM (N, G, G), and DU contiguous (N, H, D). DMIXING holds the sum over the
-    program's tokens of the gradient of A, (programs, G, H), or (programs, H) without FULL. Z is (N,
-    G, D), U (N / B, B, H, D) and M (N, G, G); the remaining arguments are those of `_update`.
+    The gradient of z'' is the sum of those of its copies that HAS_* selects: DOUT of OUT, and
+    DOUT_UPDATE and DOUT_ATTENTION of ROUNDED, which the next layer's update and attention read. All
+    are (N, G, D).
+
+    DZ is (N, G, D), DM (N, G, G), and DU (N / B, B, H, D) with the strides `du_*`. DMIXING holds
+    the sum over the program's tokens of the gradient of A, (programs, G, H), or (programs, H)
+    without FULL. Z is (N, G, D); the remaining arguments are those of `_update`.
     """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
@@ -187,12 +269,20 @@ def _update_backward(
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
+        du_token = DU + token // B * du_sequence + token % B * du_batch
+        state = token * G * D
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _load_matrix(Z + token * G * D, groups, columns, D, G, D)
+            z = _load_matrix(Z + state, groups, columns, D, G, D)
             u = _load_matrix(u_token, heads, columns, u_head, H, D)
-            dout = _load_matrix(DOUT + token * G * D, groups, columns, D, G, D)
+            dout = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+            if HAS_DOUT:
+                dout += _load_matrix(DOUT + state, groups, columns, D, G, D)
+            if HAS_DOUT_UPDATE:
+                dout += _load_matrix(DOUT_UPDATE + state, groups, columns, D, G, D)
+            if HAS_DOUT_ATTENTION:
+                dout += _load_matrix(DOUT_ATTENTION + state, groups, columns, D, G, D)
 
             # z' is computed again, since the forward pass does not save it. Factors of products are
             # rounded to the dtype of A, sums are in fp32.
@@ -200,8 +290,8 @@ def _update_backward(
             rounded_dout = dout.to(dtype)
             dm += tl.dot(rounded_dout, tl.trans(mixed), input_precision="ieee")
             # The gradient of z', which is also that of z and of A u.
-            dmixed = dout.to(tl.float32) + tl.dot(tl.trans(m), rounded_dout, input_precision="ieee")
-            _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
+            dmixed = dout + tl.dot(tl.trans(m), rounded_dout, input_precision="ieee")
+            _store_matrix(DZ + state, groups, columns, D, dmixed, G, D)
 
             if FULL:
                 du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision="ieee")
@@ -209,66 +299,202 @@ def _update_backward(
             else:
                 du = mixing.to(tl.float32) * dmixed
                 dmixing += tl.sum(dmixed * u.to(tl.float32), 1)
-            _store_matrix(DU + token * H * D, heads, columns, du, H, D)
-        _store_matrix(DM + token * G * G, groups, groups, dm, G, G)
+            _store_matrix(du_token, heads, columns, du_head, du, H, D)
+        _store_matrix(DM + token * G * G, groups, groups, G, dm, G, G)
 
     if FULL:
-        _store_matrix(DMIXING + program * G * H, groups, heads, dmixing, G, H)
+        _store_matrix(DMIXING + program * G * H, groups, heads, H, dmixing, G, H)
     else:
         tl.store(DMIXING + program * G + groups, dmixing, mask=groups < G)
 
 
-class _Update(Function):
-    """The differentiable form of `_update`; `kept`, which is z rounded to the dtype of u, is saved
-    instead of z unless None.
+@triton.jit
+def _gate_backward(
+    DM,
+    GATE,
+    UP,
+    DOWN,
+    DGATE,
+    SILU,
+    N,
+    P,
+    G: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write a tile of the gate's gradient DGATE (N, P), given that of M, DM (N, G*G), and write
+    silu(gate) to SILU (N, P).
+
+    The remaining arguments are those of `_form_matrices`. The grid is (tiles of tokens, tiles of
+    P).
     """
+    tokens = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inner = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dsilu = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, G * G, TILE):
+        pairs = start + tl.arange(0, TILE)
+        inside = (tokens[:, None] < N) & (pairs[None, :] < G * G)
+        dm = tl.load(DM + tokens[:, None] * (G * G) + pairs[None, :], mask=inside, other=0.0)
+        outer = _load_outer(UP, DOWN, inner, pairs, P, G)
+        dsilu += tl.dot(dm, tl.trans(outer), input_precision="ieee")
+
+    inside = (tokens[:, None] < N) & (inner[None, :] < P)
+    places = tokens[:, None] * P + inner[None, :]
+    gate = tl.load(GATE + places, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    dgate = dsilu * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(DGATE + places, dgate.to(DGATE.dtype.element_ty), mask=inside)
+    tl.store(SILU + places, (gate * sigmoid).to(SILU.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _parameters_backward(
+    DOUTER,
+    UP,
+    DOWN,
+    DUP,
+    DDOWN,
+    SUMS,
+    DMIXING,
+    programs,
+    mixing_size,
+    P,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the gradients of W_up, W_down and A: DUP (P, G), DDOWN (G, P) and DMIXING.
+
+    DOUTER (P, G, G) is the gradient of the outer products. SUMS (programs, mixing_size) are the
+    programs' sums of A's gradient. The first P programs of the grid compute a row of DUP and a
+    column of DDOWN each, the others `TILE` elements of DMIXING.
+    """
+    program = tl.program_id(0)
+    if program < P:
+        groups = tl.arange(0, BLOCK_G)
+        inside = groups < G
+        up = tl.load(UP + program * G + groups, mask=inside, other=0.0).to(tl.float32)
+        down = tl.load(DOWN + groups * P + program, mask=inside, other=0.0).to(tl.float32)
+        # The outer product of this column of W_down and row of W_up has the gradient `douter`.
+        matrix = DOUTER + program.to(tl.int64) * G * G
+        douter = _load_matrix(matrix, groups, groups, G, G, G).to(tl.float32)
+        dup = tl.sum(douter * down[:, None], 0)
+        ddown = tl.sum(douter * up[None, :], 1)
+        tl.store(DUP + program * G + groups, dup.to(DUP.dtype.element_ty), mask=inside)
+        tl.store(DDOWN + groups * P + program, ddown.to(DDOWN.dtype.element_ty), mask=inside)
+    else:
+        elements = (program - P) * TILE + tl.arange(0, TILE)
+        total = tl.zeros((TILE,), tl.float32)
+        for start in range(0, programs, TILE):
+            rows = start + tl.arange(0, TILE)
+            inside = (rows[:, None] < programs) & (elements[None, :] < mixing_size)
+            places = SUMS + rows[:, None] * mixing_size + elements[None, :]
+            total += tl.sum(tl.load(places, mask=inside, other=0.0), 0)
+        dmixing = total.to(DMIXING.dtype.element_ty)
+        tl.store(DMIXING + elements, dmixing, mask=elements < mixing_size)
+
+
+class _Update(Function):
+    """The differentiable form of the kernels; see `update`."""
 
     @staticmethod
-    def forward(ctx, z, u, gate, mixing, up, down, kept):
+    def forward(ctx, z, rounded, u, gate, mixing, up, down):
+        # Gradients of copies of z'' that nothing used are None, not zeros.
+        ctx.set_materialize_grads(False)
+        ctx.gets_gradient_of_z = "z" if rounded is None else "rounded"
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence
         # after the other.
         u = last_contiguous(u)
-        z = z.contiguous()
-        mixing = mixing.contiguous()
-        saved = z if kept is None else kept.contiguous()
-        ctx.save_for_backward(saved, u, gate, mixing, up, down)
-        out = torch.empty_like(z)
-        _launch(
-            _update,
+        z, gate, mixing, up, down = (x.contiguous() for x in (z, gate, mixing, up, down))
+        saved = z if rounded is None else rounded.contiguous()
+        N, G, _ = z.shape
+        P = gate.shape[1]
+
+        M = gate.new_empty(N, G * G)
+        grid = triton.cdiv(N, TILE), triton.cdiv(G * G, TILE)
+        _form_matrices[grid](gate, up, down, M, N, P, G, TILE)
+
+        new = torch.empty_like(z)
+        rounds = z.dtype != u.dtype
+        new_rounded = u.new_empty(z.shape) if rounds else new
+        sizes, options = _sizes(z, u, mixing)
+        _update[_grid(z)](
             z,
             u,
-            F.silu(gate) @ outer_products(up, down),
+            M,
             mixing,
-            out,
+            new,
+            new_rounded,
+            *sizes,
+            *u.stride()[:3],
+            **options,
+            ROUNDS=rounds,
         )
-        return out
+        ctx.save_for_backward(saved, u, gate, M, mixing, up, down)
+        # Outputs with the same memory: the gradients of their readers arrive separately.
+        return new, new_rounded.detach(), new_rounded.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
-        z, u, gate, mixing, up, down = ctx.saved_tensors
-        dout = dout.contiguous()
-        g = F.silu(gate)
-        outer = outer_products(up, down)
-        M = g @ outer
-        dz = torch.empty_like(dout)
-        du = u.new_empty(u.shape)
-        dM = torch.empty_like(M)
-        programs = triton.cdiv(len(z), _tokens_per_program(z))
-        mixing_sums = z.new_empty(programs, *mixing.shape, dtype=torch.float32)
-        _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, mixing_sums)
+    def backward(ctx, *d_copies):
+        z, u, gate, M, mixing, up, down = ctx.saved_tensors
+        N, G, _ = z.shape
+        P = gate.shape[1]
+        d_copies = [None if d is None else d.contiguous() for d in d_copies]
+        has_copies = [d is not None for d in d_copies]
 
-        d_mixing = mixing_sums.sum(0).to(mixing.dtype)
-        gradients = matrix_gradients(
+        dz = torch.empty_like(z)
+        du = torch.empty_like(u)
+        dM = torch.empty_like(M)
+        programs, *_ = _grid(z)
+        sums = z.new_empty(programs, mixing.numel(), dtype=torch.float32)
+        sizes, options = _sizes(z, u, mixing)
+        _update_backward[_grid(z)](
+            z,
+            u,
+            M,
+            mixing,
+            *d_copies,
+            dz,
+            du,
             dM,
-            d_mixing,
-            g,
-            outer,
-            gate,
+            sums,
+            *sizes,
+            *u.stride()[:3],
+            *du.stride()[:3],
+            **options,
+            HAS_DOUT=has_copies[0],
+            HAS_DOUT_UPDATE=has_copies[1],
+            HAS_DOUT_ATTENTION=has_copies[2],
+        )
+
+        d_gate = torch.empty_like(gate)
+        silu = torch.empty_like(gate)
+        grid = triton.cdiv(N, TILE), triton.cdiv(P, TILE)
+        _gate_backward[grid](dM, gate, up, down, d_gate, silu, N, P, G, TILE)
+
+        d_mixing, d_up, d_down = (torch.empty_like(x) for x in (mixing, up, down))
+        _parameters_backward[(P + triton.cdiv(mixing.numel(), TILE),)](
+            silu.T @ dM,
             up,
             down,
+            d_up,
+            d_down,
+            sums,
+            d_mixing,
+            programs,
+            mixing.numel(),
+            P,
+            G,
+            options["BLOCK_G"],
+            TILE,
         )
-        return dz, du, *gradients, None
+        dz_of = {"z": None, "rounded": None, ctx.gets_gradient_of_z: dz}
+        return dz_of["z"], dz_of["rounded"], du, d_gate, d_mixing, d_up, d_down
+
+
+def _grid(z: Tensor) -> tuple[int]:
+    """Return the number of programs that share the tokens of the state z (N, G, D)."""
+    return (triton.cdiv(len(z), _tokens_per_program(z)),)
 
 
 def _tokens_per_program(z: Tensor) -> int:
@@ -279,74 +505,60 @@ def _tokens_per_program(z: Tensor) -> int:
     return max(TOKENS, triton.cdiv(len(z), programs))
 
 
-def _launch(
-    kernel: Any,
+def _sizes(
     z: Tensor,
     u: Tensor,
-    M: Tensor,
     mixing: Tensor,
-    *tensors: Tensor,
-) -> None:
-    """Launch `_update` or `_update_backward`; `tensors` are the kernel's tensors after `mixing`."""
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return the arguments that `_update` and `_update_backward` share: N, tokens per program and
+    B, and options by name.
+    """
     N, G, D = z.shape
     _, B, H, _ = u.shape
-    tokens = _tokens_per_program(z)
     # Products of tiles need at least 16 rows and columns.
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
     columns = COLUMNS
     if block_g * block_h * u.element_size() > MIXING_BYTES:
         columns = COLUMNS // 2
-    # A warp for each 512 elements of the largest matrix.
-    warps = min(8, max(1, block_g * max(block_g, block_h) // 512))
-    kernel[(triton.cdiv(N, tokens),)](
-        z,
-        u,
-        M,
-        mixing,
-        *tensors,
-        N,
-        tokens,
-        B,
-        *u.stride()[:3],
-        G,
-        H,
-        D,
-        block_g,
-        block_h,
-        min(block_d, columns),
-        mixing.dim() == 2,
-        num_warps=warps,
-    )
+    options = {
+        "G": G,
+        "H": H,
+        "D": D,
+        "BLOCK_G": block_g,
+        "BLOCK_H": block_h,
+        "BLOCK_D": min(block_d, columns),
+        "FULL": mixing.dim() == 2,
+        # A warp for each 512 elements of the largest matrix.
+        "num_warps": min(8, max(1, block_g * max(block_g, block_h) // 512)),
+    }
+    return (N, _tokens_per_program(z), B), options
 
 
 def update(
     z_NGD: Tensor,
+    rounded_NGD: Tensor | None,
     u_NHD: Tensor,
     gate_NP: Tensor,
     mixing: Tensor,
     up_PG: Tensor,
     down_GP: Tensor,
-    kept_NGD: Tensor | None = None,
-) -> Tensor:
-    """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z'' (N, G, D), and the same tensor twice in the dtype of u, sharing memory.
 
-    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
-    All tensors must have one dtype, except that z may be in fp32. `kept_NGD` is z rounded to the
-    dtype of the others; unless None, it is saved for the backward pass instead of z. Raises
-    ValueError if shapes do not match.
+    `mixing` is A (G, H), or (H,) for one scale per head when G = H. `u_NHD` may also be (S, B, H,
+    D) with N = S * B, in any layout whose last axis is contiguous. All tensors have one dtype,
+    except that z may be in fp32. `rounded_NGD` is then z in the dtype of u; otherwise it is None.
+    It is saved for the backward pass instead of z, and gets the gradient of z.
     """
-    N, G, D = z_NGD.shape
-    P = gate_NP.shape[1]
-    H = G if mixing.dim() == 1 else u_NHD.shape[-2]
-    # The third shape is that of A: (G, H), or (H,) with one scale per head.
-    expected = [(N, H, D), (N, P), (G, H)[-mixing.dim() :], (P, G), (G, P)]
-    shapes = [tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)]
-    # u may have an axis for the sequence and one for the batch.
-    shapes[0] = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
-    if shapes != expected:
-        raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
-
     if u_NHD.dim() == 3:
         u_NHD = u_NHD.unsqueeze(1)
     with torch.cuda.device_of(z_NGD):
-        return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)
+        return _Update.apply(
+            z_NGD,
+            rounded_NGD,
+            u_NHD,
+            gate_NP,
+            mixing,
+            up_PG,
+            down_GP,
+        )
