@@ -32,7 +32,7 @@ from torch.nn import Module, Parameter
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
 from megatron_tape.ops.attention import attend
-from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs, split
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 from megatron_tape.ops.swiglu import swiglu
@@ -42,7 +42,7 @@ from megatron_tape.position import PositionEncoding, PositionInputs
 from megatron_tape.position.encoding import NO_CACHE
 
 # These patches must be applied before any module of Megatron is built.
-megatron_patches.split_qkv_with_torch()
+megatron_patches.split_qkv_with(split)
 megatron_patches.reduce_tensors_of_any_strides()
 
 
@@ -325,9 +325,9 @@ class LayerEncoding(Module):
             with torch.no_grad():
                 # Sums are in fp32, as bf16 would round sums of many squares. The state is (s, B, G,
                 # D); only the axis of groups remains. A complex number has two elements.
-                after = new.float()
+                before, after = (self.encoding.state_tensor(x).float() for x in (state, new))
                 squares = after.square().sum((0, 1, 3))
-                update_squares = (after - state.float()).square().sum((0, 1, 3))
+                update_squares = (after - before).square().sum((0, 1, 3))
                 count = torch.full_like(squares, after.numel() / 2 / after.shape[2])
                 self.norms = torch.stack([squares, update_squares, count])
         return new

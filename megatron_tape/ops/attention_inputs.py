@@ -37,42 +37,45 @@ class AttentionInputs(PositionInputs):
     checkpointing it records and replays the call (`ops.activation_checkpointing`). The naive
     backend ignores it, as does tiled with `rescore`."""
 
-    def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
+    def prepared(self, join: bool = False, fused: bool = True) -> tuple[Tensor, ...]:
         """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is
-        False.
+        False, and what the attention weights average.
 
-        With `fused`, the Triton kernel rotates on devices that support it. Without it, and on other
-        devices, plain torch rotates.
+        This is v (T, B, G, D), followed by z with `average_state`. With `join`, they are one tensor
+        [v | z] (T, B, G, 2D). With `fused`, the Triton kernel rotates and joins on devices that
+        support it, so that z is read only once; plain torch does it elsewhere.
         """
         q = self.q_SBHD
         k = self.k_TBGD
+        v = self.v_TBGD
         z = self.z_TBGD
-        if z is None or not self.rotate:
-            return q, k
-        if fused and supports_rotation_kernels(q):
+        rotate = self.rotate and z is not None
+        wide = join and self.average_state
+        if rotate and fused and supports_rotation_kernels(q):
             # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
-            return rotated_and_joined(q, k, self.v_TBGD, z, wide=False)
-        return rotate_groups(q, z), rotate_groups(k, z)
+            q, k, v = rotated_and_joined(q, k, v, z, wide)
+        else:
+            if rotate:
+                q = rotate_groups(q, z)
+                k = rotate_groups(k, z)
+            if wide:
+                v = torch.cat([v, z.expand_as(v)], dim=-1)
 
-    def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z]
-        (T, B, G, 2D).
-        """
-        # If possible, one kernel rotates and concatenates, so that z is read only once.
-        if not self.average_state:
-            return *self.rotated(), self.v_TBGD
-        if self.rotate and supports_rotation_kernels(self.q_SBHD):
-            from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
+        if self.average_state and not wide:
+            return q, k, v, z.expand_as(v)
+        return q, k, v
 
-            return rotated_and_joined(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)
-        return *self.rotated(), torch.cat(self.values(), dim=-1)
 
-    def values(self) -> list[Tensor]:
-        """Return the tensors (T, B, G, D) that the attention weights average: v and, with
-        `average_state`, z.
-        """
-        if self.average_state:
-            return [self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)]
-        return [self.v_TBGD]
+def split(x_SBHE: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    """Return two or three views of x, split along its last axis.
+
+    On devices that support it, a kernel concatenates their gradients, unless a kernel that computed
+    them has done so already.
+    """
+    if supports_rotation_kernels(x_SBHE):
+        from megatron_tape.ops.kernels.triton_rotation import split as split_with_kernel
+
+        return split_with_kernel(x_SBHE, widths)
+    return x_SBHE.split(widths, dim=-1)

@@ -57,15 +57,15 @@ def clear_group_variables() -> None:
             setattr(parallel_state, name, None)
 
 
-def split_qkv_with_torch() -> None:
-    """Make attention split queries, keys and values with torch even if Transformer Engine is
-    installed.
+def split_qkv_with(split: Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]) -> None:
+    """Make attention split queries, keys and values, along the last axis, with `split`.
 
-    Unnecessary once Megatron's local layer spec does not use Transformer Engine.
+    Megatron splits them with Transformer Engine or, if it is not installed, with torch.
+    Unnecessary once Megatron accepts a function as an argument.
     """
     from megatron.core.transformer import attention
 
-    attention.SplitAlongDim = None
+    attention.SplitAlongDim = lambda qkv, dim, widths: split(qkv, widths)
 
 
 def reduce_tensors_of_any_strides() -> None:

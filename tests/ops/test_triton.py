@@ -3,6 +3,7 @@ a GPU.
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from megatron_tape.ops.parity import (
     swiglu_check,
     update_checks,
 )
-from megatron_tape.ops.position_update import fused_update, plain_update
+from megatron_tape.ops.position_update import compact_update, fused_update, plain_update
 
 pytestmark = pytest.mark.gpu
 FP32 = torch.float32
@@ -178,10 +179,31 @@ def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
 )
 def test_position_update(tokens, groups, heads, dim, inner, dtype, full):
     inputs = update_inputs(tokens, groups, heads, dim, inner, dtype, full)
-    fused, plain = (
-        lambda *x, update=update: [update(*x)] for update in (fused_update, plain_update)
+    assert (
+        inexact(lambda *x: fused_update(*x)[:1], lambda *x: [plain_update(*x)], inputs, dtype)
+        is None
     )
-    assert inexact(fused, plain, inputs, dtype) is None
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("readers", [(0,), (1,), (2,), (1, 2), (0, 1, 2)])
+def test_the_gradients_of_all_readers_of_an_updated_state_are_summed(readers, full):
+    """The next layer's attention and update read copies of the state; checkpoints and stages read
+    the state itself.
+    """
+    z, u, *rest = update_inputs(33, 4, 4, 32, 7, BF16, full)
+
+    def fused(rounded, *x):
+        exact = rounded.detach().float() * 1.0001
+        return [fused_update(exact, *x, rounded_NGD=rounded)[reader] for reader in readers]
+
+    def plain(rounded, *x):
+        exact = rounded.to(torch.promote_types(rounded.dtype, FP32))
+        new = plain_update(exact + exact.detach() * 1e-4, *x)
+        copies = new, new.to(u.dtype), new.to(u.dtype)
+        return [copies[reader] for reader in readers]
+
+    assert inexact(fused, plain, [z, u, *rest], BF16) is None
 
 
 @pytest.mark.parametrize("layout", ["half", "batch first"])
@@ -207,7 +229,7 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.append(x.data_ptr()) or x, lambda x: x
     ):
-        ours = fused_update(z, strided, *rest)
+        ours = fused_update(z, strided, *rest).state
 
     assert not strided.is_contiguous()
     assert strided.data_ptr() in saved
@@ -219,8 +241,8 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
     )
     slope = torch.randn_like(ours)
     gradients = [
-        torch.autograd.grad(update(z, strided, *rest), strided, slope)[0]
-        for update in (fused_update, plain_update)
+        torch.autograd.grad(new, strided, slope)[0]
+        for new in (ours, plain_update(z, strided, *rest))
     ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
@@ -228,12 +250,16 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
 def test_a_state_in_fp32_is_updated_in_fp32():
     z, u, gate, mixing, up, down = update_inputs(33, 4, 4, 32, 7, BF16)
     small = [u, gate, mixing * 1e-3, up, down * 1e-3]
-    for update in (fused_update, plain_update):
-        new = update(z.float(), *small)
-        truth = plain_update(z.double(), *(x.double() for x in small))
+    truth = plain_update(z.double(), *(x.double() for x in small))
+    for update in (fused_update, compact_update):
+        new, *copies = update(z.float(), *small, rounded_NGD=z)
         assert new.dtype is FP32
         assert (new - truth).abs().max() < 1e-4
-        assert (update(z, *small) - truth).abs().max() > 1e-3
+        for copy in copies:
+            assert torch.equal(copy, new.to(BF16))
+        new, *copies = update(z, *small)
+        assert (new - truth).abs().max() > 1e-3
+        assert all(torch.equal(copy, new) for copy in copies)
 
 
 def test_the_update_refuses_wrong_shapes():
@@ -244,6 +270,8 @@ def test_the_update_refuses_wrong_shapes():
             fused_update(*wrong)
     with pytest.raises(ValueError, match="expected"):  # one scale per head requires G = H
         fused_update(*update_inputs(3, 2, 4, 32, 6, BF16, full=False))
+    with pytest.raises(ValueError, match="rounded_NGD must be z in torch.bfloat16"):
+        fused_update(inputs[0].float(), *inputs[1:])
 
 
 def test_an_error_in_one_row_is_named():
@@ -332,7 +360,7 @@ def test_kernels_are_checked_before_training(monkeypatch):
             broken.setattr(kernels, name, wrong)
             broken.setattr(triton_attention, name, wrong)
             assert "does not work here (attention" in failure()
-    monkeypatch.setattr(triton_position_update, "update", lambda z, *_: z)
+    monkeypatch.setattr(triton_position_update, "update", lambda z, *_: (z, z, z))
     checks = update_checks(kernel_shapes(model_config(**SMALL), 2), FP32, DEVICE)
     assert "off by" in first_failure(checks, FP32, DEVICE)
     monkeypatch.setattr(triton_swiglu, "backward", partial(scaled_by_two, triton_swiglu.backward))
@@ -367,7 +395,7 @@ def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(
         monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: fused)
         z = state[0] if state else broadcast.to(q)
         inputs = attention_inputs.AttentionInputs(z, wide, q_SBHD=q, k_TBGD=k, v_TBGD=v)
-        return inputs.with_one_value()
+        return inputs.prepared(join=True)
 
     broadcast = draw(33, 1, 1, 32, dtype=BF16, seed=9)
     inputs = [draw(33, 2, n, 32, dtype=BF16, seed=n) for n in (4, groups, groups)]
@@ -382,7 +410,7 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     if batch_first:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     x.requires_grad_()
-    o, u = triton_rotation.halves(x)
+    o, u = triton_rotation.split(x, [20, 20])
     slopes = (
         draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(
             2,
@@ -394,3 +422,47 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     assert torch.equal(torch.cat([o, u], -1), x)
     assert torch.equal(gradient, torch.cat(slopes, -1))
     assert gradient.stride() == x.stride()
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_gradient_of_a_projection_is_written_once(monkeypatch, groups, learned, wide):
+    """With a key for each head, the rotation writes the gradients of q, k and v as views of one
+    tensor; with grouped queries, one kernel concatenates them.
+    """
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    join = mock.MagicMock(wraps=triton_rotation._join)
+    join.__getitem__.side_effect = triton_rotation._join.__getitem__
+    monkeypatch.setattr(triton_rotation, "_join", join)
+    qkv = draw(33, 2, groups, (4 // groups + 2) * 32, dtype=FP32, seed=1)
+    widths = [4 // groups * 32, 32, 32]
+    z = draw(33, 2, groups, 32, dtype=FP32, seed=2)
+
+    def gradients(split, fused):
+        leaf = qkv.detach().requires_grad_()
+        state = z.detach().requires_grad_(learned)
+        q, k, v = split(leaf, widths)
+        inputs = attention_inputs.AttentionInputs(
+            state, wide, q_SBHD=q.reshape(33, 2, 4, 32), k_TBGD=k, v_TBGD=v
+        )
+        outputs = inputs.prepared(join=True, fused=fused)
+        slopes = [draw(*x.shape, dtype=FP32, seed=3) for x in outputs]
+        torch.autograd.backward(outputs, slopes)
+        return [x.grad for x in (leaf, state) if x.requires_grad]
+
+    ours = gradients(attention_inputs.split, True)
+    theirs = gradients(lambda x, widths: x.split(widths, dim=-1), False)
+    assert join.__getitem__.called == (groups == 2)
+    assert ours[0].is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_gradient_in_another_order_are_concatenated(monkeypatch):
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    x = draw(5, 2, 3, 24, dtype=FP32, seed=1).requires_grad_()
+    parts = attention_inputs.split(x, [8, 8, 8])
+    first, second, third = draw(5, 2, 3, 24, dtype=FP32, seed=2).chunk(3, dim=-1)
+    for slopes in ([second, first, third], [first, second, third.clone()]):
+        (gradient,) = torch.autograd.grad(parts, x, slopes, retain_graph=True)
+        assert torch.equal(gradient, torch.cat(slopes, -1))

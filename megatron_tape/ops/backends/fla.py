@@ -16,7 +16,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return a tuple with the weighted average of v, (S, B, H, D). Raises ValueError for fewer
     queries than keys.
     """
-    q, k = x.rotated()
+    q, k, v = x.prepared()
     S, B, H, D = q.shape
     if S != k.shape[0]:
         raise ValueError(
@@ -45,7 +45,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
     # The kernels expect the sequences first, (B, S, ...). The gates are their last argument; only
     # the kernel for reflections may be called without them.
-    tensors = [q, k, *x.values(), *reflections, gates]
+    tensors = [q, k, v, *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is not None:
         # `cached` returns the same tensor object in all layers, so that fla reuses the block counts

@@ -39,9 +39,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     grouped = H != x.k_TBGD.shape[2]
     if x.average_state and x.packing is None and takes_wide_value(device, D, grouped):
         _choose_tiles(functions)
-        inputs = x.with_one_value()
+        inputs = x.prepared(join=True)
     else:
-        inputs = *x.rotated(), *x.values()
+        inputs = x.prepared()
     tensors = [y.transpose(0, 1) for y in inputs]
 
     kernel = functions.flash_attn_func

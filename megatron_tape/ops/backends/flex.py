@@ -21,7 +21,7 @@ RECOMPILATIONS = 1 << 16
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return a tuple with the weighted average of v, (S, B, H, D)."""
-    q, k = x.rotated()
+    q, k, v = x.prepared()
     S = q.shape[0]
     T = k.shape[0]
     if x.packing is None:
@@ -56,7 +56,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         return (function(q_BHSD, k_BGTD, v_BGTD, score_mod, mask, enable_gqa=grouped),)
 
     # The bias's tensors are arguments, so that `x.run` computes their gradients.
-    tensors = [y.permute(1, 2, 0, 3) for y in (q, k, *x.values())]
+    tensors = [y.permute(1, 2, 0, 3) for y in (q, k, v)]
     if x.bias is not None:
         tensors += x.bias.tensors
     (averaged,) = x.run(average, *tensors)

@@ -10,7 +10,7 @@ from megatron_tape.ops.packing import causal_mask
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     # Kernels are compared with this backend, so it does not rotate with a kernel either.
-    q, k = x.rotated(fused=False)
+    q, k, *values = x.prepared(fused=False)
     S, _, H, D = q.shape
     T, _, G, _ = k.shape
     tokens = slice(T - S, T)
@@ -33,7 +33,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     scores = scores.masked_fill(~seen, float("-inf"))
     p = scores.softmax(-1).to(q.dtype)
     averages = []
-    for value in x.values():
+    for value in values:
         value_TBHD = value.repeat_interleave(H // G, dim=2)
         averages.append(torch.einsum("bhst,tbhd->sbhd", p, value_TBHD))
     return tuple(averages)

@@ -22,13 +22,9 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
     bf16 and fp16 inputs are computed in fp32.
     """
-    q, k = x.rotated()
+    q, k, value = x.prepared(join=True)
     D = q.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    value, *state = x.values()
-    # Concatenating a single value would copy it.
-    if state:
-        value = torch.cat([value, *state], dim=-1)
     output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
     # Checkpoints keep what `attend_block` uses until the backward pass. If it used `x`, they would

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.backends.choice import supports_rotation_kernels
+from megatron_tape.ops.attention_inputs import AttentionInputs, split
 from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
@@ -22,7 +21,7 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
-    return attend_rotated(x, *x.rotated(), *x.values())
+    return attend_rotated(x, *x.prepared())
 
 
 def attend_rotated(
@@ -64,12 +63,7 @@ def split_average(average: Tensor, width: int) -> tuple[Tensor, ...]:
     """
     if average.shape[-1] == width:
         return (average,)
-    # `halves` concatenates the gradients of both parts faster than torch does.
-    if supports_rotation_kernels(average):
-        from megatron_tape.ops.kernels.triton_rotation import halves
-
-        return halves(average)
-    return average.split(width, dim=-1)
+    return split(average, [width, width])
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:

@@ -21,4 +21,4 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         # would take longer than attention.
         return sdpa.attend(x)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa.attend_rotated(x, *x.with_one_value())
+        return sdpa.attend_rotated(x, *x.prepared(join=True))

@@ -36,7 +36,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
 
-    q, k, *values = (y.permute(1, 2, 0, 3) for y in (*x.rotated(), *x.values()))
+    q, k, *values = (y.permute(1, 2, 0, 3) for y in x.prepared())
     S = q.shape[2]
     # Without packed documents, every query may attend to keys from the first one on.
     starts = None

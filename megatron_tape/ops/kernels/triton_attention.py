@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.kernels.triton_rotation import (
+    from_one_projection,
     last_contiguous,
     load_numbers,
     load_rows,
@@ -637,19 +638,19 @@ class _Attention(Function):
         dz = None
         if ctx.rotate:
             # One kernel adds z's gradients from the rotation and from the average.
-            d_wide_value = dvalue if ctx.wide else None
             dq, dk, dv, dz = rotate_and_join_backward(
                 q,
                 k,
                 z,
                 dq,
                 dk,
-                d_wide_value,
+                dvalue,
+                from_one_projection(q, k, v),
                 ctx.needs_input_grad[3],
             )
         elif ctx.wide:
             dv, dz = dvalue.chunk(2, dim=-1)
-        if not ctx.wide:
+        else:
             dv = dvalue
         # The gradient of q is in fp32 if blocks of keys added to it and no rotation rounded it.
         return dq.to(q.dtype), dk, dv, dz, None, None, None, None

@@ -7,9 +7,12 @@ queries, T keys, B batch, H query heads, G key/value groups, D head dimension, F
 numbers. The reference is in `ops/rotation.py`.
 
 In training, q, k and v are views of one projection and z may be broadcast. The kernels take the
-strides of these tensors, since contiguous copies would cost as much as the rotation itself. All
-other tensors are contiguous.
+strides of these tensors, since contiguous copies would cost as much as the rotation itself. They
+also write the gradients of q, k and v as views of one tensor, if each head has its own key. The
+gradient of the projection's output is then complete (`split`), and need not be concatenated.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -231,6 +234,7 @@ def _rotate_backward(
     rows,
     x_row,
     dy_row,
+    dx_row,
     limit,
     z_re,
     z_im,
@@ -249,7 +253,7 @@ def _rotate_backward(
     dy_re, dy_im = _load_complex(DY, rows, dy_row, limit, F, BLOCK_F)
     dx_re = dy_re * z_re + dy_im * z_im
     dx_im = dy_im * z_re - dy_re * z_im
-    _store_complex(DX, rows, dy_row, limit, dx_re, dx_im, F, BLOCK_F)
+    _store_complex(DX, rows, dx_row, limit, dx_re, dx_im, F, BLOCK_F)
 
     if NEEDS_DZ:
         x_re, x_im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
@@ -279,6 +283,15 @@ def _rotate_and_join_backward(
     z_row,
     z_batch,
     z_head,
+    dq_row,
+    dq_batch,
+    dq_head,
+    dk_row,
+    dk_batch,
+    dk_head,
+    dv_row,
+    dv_batch,
+    dv_head,
     S,
     G,
     PER_GROUP: tl.constexpr,
@@ -286,16 +299,19 @@ def _rotate_and_join_backward(
     BLOCK_F: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
+    COPY_DV: tl.constexpr,
     NEEDS_DZ: tl.constexpr,
 ):
     """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
 
-    With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the
-    state's gradient. DQ and DQ_OUT are (S, B, H, D), DK, DK_OUT, DV_OUT and DZ_OUT (S, B, G, D),
-    DVALUE is (S, B, G, 2D); all are contiguous. Q, K, Z, their strides and the grid are those of
-    `_rotate_and_join`.
+    With COPY_DV, also store the gradient of v, which is DVALUE (S, B, G, D) or, with WIDE, the left
+    half of the gradient DVALUE (S, B, G, 2D) of [v | z]; its right half is added to the state's
+    gradient. DQ is (S, B, H, D) and DK (S, B, G, D); they, DVALUE and DZ_OUT (S, B, G, D) are
+    contiguous. DQ_OUT, DK_OUT and DV_OUT have the strides `dq_*`, `dk_*` and `dv_*`. Q, K, Z, their
+    strides and the grid are those of `_rotate_and_join`.
     """
     D: tl.constexpr = 2 * F
+    E: tl.constexpr = 2 * D if WIDE else D  # width of the value
     batch_groups = tl.num_programs(0)
     batch_group = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
     batch = batch_group // G
@@ -307,39 +323,32 @@ def _rotate_and_join_backward(
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
 
-    if WIDE:
-        DVALUE += batch_group * 2 * D
-        dv = load_rows(DVALUE, rows, batch_groups * 2 * D, S, D, 2 * BLOCK_F)
-        store_rows(
-            DV_OUT + batch_group * D,
+    if COPY_DV:
+        dv = load_rows(DVALUE + batch_group * E, rows, batch_groups * E, S, D, 2 * BLOCK_F)
+        DV_OUT += batch * dv_batch + group * dv_head
+        store_rows(DV_OUT, rows, dv_row, S, dv, D, 2 * BLOCK_F)
+    if WIDE and NEEDS_DZ:
+        dz_re, dz_im = _load_complex(
+            DVALUE + batch_group * E + D,
             rows,
-            batch_groups * D,
+            batch_groups * E,
             S,
-            dv,
-            D,
-            2 * BLOCK_F,
+            F,
+            BLOCK_F,
         )
-        if NEEDS_DZ:
-            dz_re, dz_im = _load_complex(
-                DVALUE + D,
-                rows,
-                batch_groups * 2 * D,
-                S,
-                F,
-                BLOCK_F,
-            )
 
     Q += batch * q_batch + group * PER_GROUP * q_head
     DQ += batch_group * PER_GROUP * D
-    DQ_OUT += batch_group * PER_GROUP * D
+    DQ_OUT += batch * dq_batch + group * PER_GROUP * dq_head
     for head in range(PER_GROUP):
         dz_re, dz_im = _rotate_backward(
             Q + head * q_head,
             DQ + head * D,
-            DQ_OUT + head * D,
+            DQ_OUT + head * dq_head,
             rows,
             q_row,
             batch_groups * PER_GROUP * D,
+            dq_row,
             S,
             z_re,
             z_im,
@@ -353,10 +362,11 @@ def _rotate_and_join_backward(
     dz_re, dz_im = _rotate_backward(
         K + batch * k_batch + group * k_head,
         DK + batch_group * D,
-        DK_OUT + batch_group * D,
+        DK_OUT + batch * dk_batch + group * dk_head,
         rows,
         k_row,
         batch_groups * D,
+        dk_row,
         S,
         z_re,
         z_im,
@@ -449,20 +459,25 @@ def rotate_and_join_backward(
     z: Tensor,
     dq: Tensor,
     dk: Tensor,
-    dvalue: Tensor | None,
+    dvalue: Tensor,
+    together: bool,
     needs_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needs_dz`.
 
-    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G,
-    2D); all are contiguous. If `dvalue` is None, the gradient of v is None, and that of z comes
-    from the rotation alone.
+    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of v (S, B, G, D) or
+    of [v | z] (S, B, G, 2D); all are contiguous. With `together`, the gradients of q, k and v are
+    the parts of one tensor (S, B, G, 3D); see `are_parts`.
     """
     S, B, G, D = k.shape
-    wide = dvalue is not None
-    dq_out = q.new_empty(q.shape)
-    dk_out = k.new_empty(k.shape)
-    dv_out = k.new_empty(k.shape) if wide else None
+    wide = dvalue.shape[-1] > D
+    copy_dv = together or wide
+    if together:
+        dq_out, dk_out, dv_out = k.new_empty(S, B, G, 3 * D).chunk(3, dim=-1)
+    else:
+        dq_out = q.new_empty(q.shape)
+        dk_out = k.new_empty(k.shape)
+        dv_out = k.new_empty(k.shape) if wide else dvalue
     dz_out = z.new_empty(k.shape) if needs_dz else None
 
     # Each program has half as many numbers as in `rotate_and_join`, since it also holds gradients
@@ -480,7 +495,7 @@ def rotate_and_join_backward(
         dk_out,
         dv_out,
         dz_out,
-        *_strides(q, k, z),
+        *_strides(q, k, z, dq_out, dk_out, dv_out),
         S,
         G,
         q.shape[2] // G,
@@ -488,9 +503,34 @@ def rotate_and_join_backward(
         block_f,
         block_s,
         wide,
+        copy_dv,
         needs_dz,
     )
     return dq_out, dk_out, dv_out, dz_out
+
+
+def are_parts(parts: Sequence[Tensor], stride: tuple[int, ...]) -> bool:
+    """Return whether the tensors are all parts, in order, of the last axis of one tensor with these
+    strides.
+    """
+    first = parts[0]
+    offset = first.storage_offset()
+    for part in parts:
+        # `_cdata` instead of `data_ptr`, since fake tensors have no address.
+        same_memory = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same_memory or part.stride() != stride or part.storage_offset() != offset:
+            return False
+        offset += part.shape[-1]
+    return True
+
+
+def from_one_projection(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether q, k and v (S, B, G, D) are the parts of one contiguous tensor (S, B, G, 3D),
+    as the output of a projection is.
+    """
+    _, B, G, D = k.shape
+    width = 3 * D
+    return q.shape == k.shape and are_parts([q, k, v], (B * G * width, G * width, width, 1))
 
 
 class _RotatedAndJoined(Function):
@@ -501,36 +541,26 @@ class _RotatedAndJoined(Function):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
         rotated_q, rotated_k, value = rotate_and_join(q, k, v, z, rotate=True, wide=wide)
 
-        ctx.wide = wide
+        ctx.together = from_one_projection(q, k, v)
         if ctx.needs_input_grad[3]:
             ctx.save_for_backward(q, k, z)
         else:
             # The gradients of q and k need only z.
             ctx.save_for_backward(None, None, z)
-        return (rotated_q, rotated_k, value) if wide else (rotated_q, rotated_k)
+        return rotated_q, rotated_k, value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk, dvalue=None):
+    def backward(ctx, *gradients):
         q, k, z = ctx.saved_tensors
         # Most libraries return gradients in the layout of their inputs, which is contiguous.
-        dq = dq.contiguous()
-        dk = dk.contiguous()
-        if ctx.wide:
-            dvalue = dvalue.contiguous()
+        dq, dk, dvalue = (x.contiguous() for x in gradients)
         if q is None:
             # Without z's gradient, only the shapes and dtypes of q and k matter.
             q = dq
             k = dk
-        return *rotate_and_join_backward(
-            q,
-            k,
-            z,
-            dq,
-            dk,
-            dvalue,
-            ctx.needs_input_grad[3],
-        ), None
+        needs_dz = ctx.needs_input_grad[3]
+        return *rotate_and_join_backward(q, k, z, dq, dk, dvalue, ctx.together, needs_dz), None
 
 
 def rotated_and_joined(
@@ -539,9 +569,9 @@ def rotated_and_joined(
     v: Tensor,
     z: Tensor,
     wide: bool,
-) -> tuple[Tensor, ...]:
-    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
-    [v | z] (S, B, G, 2D). All are differentiable.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D), and v or, if
+    `wide`, [v | z] (S, B, G, 2D). All are differentiable.
     """
     with torch.cuda.device_of(q):
         return _RotatedAndJoined.apply(q, k, v, z.expand(k.shape), wide)
@@ -549,70 +579,92 @@ def rotated_and_joined(
 
 @triton.jit
 def _join(
-    LEFT,
-    RIGHT,
+    FIRST,
+    SECOND,
+    THIRD,
     OUT,
     out_row,
     out_batch,
     out_head,
     S,
     H,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    WIDTH_3: tl.constexpr,
+    BLOCK_1: tl.constexpr,
+    BLOCK_2: tl.constexpr,
+    BLOCK_3: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Store [left | right] of one head of a sequence to OUT (S, B, H, 2D), of any strides.
+    """Store [first | second | third] of one head of a sequence to OUT, of any strides.
 
-    LEFT and RIGHT (S, B, H, D) are contiguous. The grid is (B * H, blocks of BLOCK_S tokens).
+    The parts (S, B, H, WIDTH_*) are contiguous; without a third part, WIDTH_3 is 0. BLOCK_1 and so
+    on are the widths, rounded up to powers of two. The grid is (B * H, blocks of BLOCK_S tokens).
     """
     batch_heads = tl.num_programs(0)
     batch_head = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
     rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     OUT += batch_head // H * out_batch + batch_head % H * out_head
 
-    left = load_rows(LEFT + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
-    right = load_rows(RIGHT + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
-    store_rows(OUT, rows, out_row, S, left, D, BLOCK_D)
-    store_rows(OUT + D, rows, out_row, S, right, D, BLOCK_D)
+    part = FIRST + batch_head * WIDTH_1
+    values = load_rows(part, rows, batch_heads * WIDTH_1, S, WIDTH_1, BLOCK_1)
+    store_rows(OUT, rows, out_row, S, values, WIDTH_1, BLOCK_1)
+    part = SECOND + batch_head * WIDTH_2
+    values = load_rows(part, rows, batch_heads * WIDTH_2, S, WIDTH_2, BLOCK_2)
+    store_rows(OUT + WIDTH_1, rows, out_row, S, values, WIDTH_2, BLOCK_2)
+    if WIDTH_3 > 0:
+        part = THIRD + batch_head * WIDTH_3
+        values = load_rows(part, rows, batch_heads * WIDTH_3, S, WIDTH_3, BLOCK_3)
+        store_rows(OUT + WIDTH_1 + WIDTH_2, rows, out_row, S, values, WIDTH_3, BLOCK_3)
 
 
-class _Halves(Function):
-    """The differentiable form of `halves`."""
+class _Split(Function):
+    """The differentiable form of `split`."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, widths):
         # A tensor without memory, which keeps the shape, dtype and strides of x.
         ctx.like = torch.empty_like(x, device="meta")
-        return x.chunk(2, dim=-1)
+        return x.split(widths, dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, left, right):
-        S, B, H, D = left.shape
-        out = torch.empty_like(ctx.like, device=left.device)
-        block_d = triton.next_power_of_2(D)
-        block_s = max(1, 2048 // block_d)
-        # In training, both gradients are contiguous already.
+    def backward(ctx, *parts):
+        like = ctx.like
+        if are_parts(parts, like.stride()):
+            first = parts[0]
+            return first.as_strided(like.shape, like.stride(), first.storage_offset()), None
+
+        S, B, H, _ = like.shape
+        out = torch.empty_like(like, device=parts[0].device)
+        # In training, the parts are contiguous already. The kernel does not read a missing third.
+        tensors = [part.contiguous() for part in parts]
+        widths = [part.shape[-1] for part in parts]
+        blocks = [triton.next_power_of_2(width) for width in widths]
+        if len(parts) == 2:
+            tensors.append(tensors[0])
+            widths.append(0)
+            blocks.append(1)
+        block_s = max(1, 2048 // max(blocks))
         _join[(B * H, triton.cdiv(S, block_s))](
-            left.contiguous(),
-            right.contiguous(),
+            *tensors,
             out,
             *_strides(out),
             S,
             H,
-            D,
-            block_d,
+            *widths,
+            *blocks,
             block_s,
         )
-        return out
+        return out, None
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the halves of x = [o | u] (S, B, H, 2D) as views; one kernel concatenates their
-    gradients in x's layout.
+def split(x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    """Return two or three views of x (S, B, H, sum of the widths), split along the last axis.
 
-    torch.split concatenates gradients by torch.cat, which reaches only a fifth of the memory
-    bandwidth here.
+    The gradient of x is not concatenated if the gradients of its parts already are the parts of one
+    tensor; otherwise, one kernel does it. torch.split calls torch.cat, which reaches only a fifth
+    of the memory bandwidth here.
     """
     with torch.cuda.device_of(x):
-        return _Halves.apply(x)
+        return _Split.apply(x, widths)
