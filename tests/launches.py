@@ -1,0 +1,54 @@
+"""Count the operations of torch that would launch kernels on a GPU."""
+
+from collections import Counter
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WITHOUT_LAUNCH = {
+    # Allocation, and changes of a tensor's storage or shape.
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    # A view, although its schema does not say so.
+    "_unsafe_view",
+    # Queries, and orders to the allocator.
+    "_has_same_storage_numel",
+    "is_pinned",
+    "record_stream",
+}
+"""Names of operations, besides views, that launch nothing."""
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts operations within the context that would launch a kernel or a copy on a GPU.
+
+    Views, allocations and queries do not count. Collectives count, and so do copies from the GPU
+    that the host waits for.
+
+    The numbers are estimates from runs on a CPU. `_foreach_*` and fused operations count once,
+    although the GPU splits those of many tensors into several launches. An operation counts once
+    even if the GPU needs several kernels for it, such as a reduction of a large tensor. Triton's
+    kernels do not count, nor do copies of numbers to the GPU, such as `torch.tensor(1.0)`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        """Number of calls by operation, such as `aten::add_`."""
+
+    @property
+    def total(self) -> int:
+        """Number of all counted operations."""
+        return self.counts.total()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, _, name = function._schema.name.partition("::")
+        # `prim::device` and the like return properties of a tensor.
+        is_query = namespace == "prim"
+        if not is_query and not function.is_view and name not in WITHOUT_LAUNCH:
+            self.counts[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
