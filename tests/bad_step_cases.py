@@ -10,13 +10,20 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from models import build, random_batch, small_model
 
 from megatron_tape.config.train import AverageSettings
+from megatron_tape.model.names import kind_of
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
+from megatron_tape.training.gradients import local_gradient
 
 CASES = [(1, zero_stage, what, "fp32") for zero_stage in (1, 2, 3) for what in ("loss", "spike")]
 CASES += [(1, zero_stage, "gradient", "bf16") for zero_stage in (1, 2, 3)]
 CASES += [(2, 1, "loss", "fp32"), (2, 3, "spike", "fp32")]
 CASES += [(2, zero_stage, "replicated", "fp32") for zero_stage in (1, 3)]
+CASES += [
+    (tp, zero_stage, what, "bf16")
+    for tp, what in ((1, "first_element"), (1, "last_element"), (2, "replicated_element"))
+    for zero_stage in (1, 2, 3)
+]
 """Tensor-parallel size, ZeRO stage, what is bad, and precision."""
 
 
@@ -24,10 +31,10 @@ def name_of(tp, zero_stage, what, precision):
     return f"tp{tp}_zero{zero_stage}_{what}_{precision}"
 
 
-def engine(tp, zero_stage, precision, clip_grad=1.0, **zero):
+def engine(tp, zero_stage, precision, clip_grad=1.0, model=None, **zero):
     changes = {f"deepspeed__{key}": value for key, value in zero.items()}
     config = make_alone(
-        small_model(),
+        model or small_model(),
         optimizer__clip_grad=clip_grad,
         parallel__tensor_model_parallel_size=tp,
         deepspeed__zero_stage=zero_stage,
@@ -60,8 +67,30 @@ REPLICATED = "layers.1.input_layernorm.weight"
 """A parameter that every tensor-parallel rank holds whole."""
 
 
+# With these sizes, a group of parameters ends with two elements of padding on the last rank.
+PADDED = small_model(num_layers=2, num_query_groups=1, mlp_size=5)
+
+
+def spoil_element(engine, what):
+    """Make one element of this rank's averaged gradients NaN or infinite."""
+    gradients = {}
+    for name, parameter in engine.trained.items():
+        gradient = local_gradient(parameter, engine.zero_stage)
+        if gradient is not None:
+            gradients[name] = gradient.view(-1)
+
+    if what == "first_element":
+        next(iter(gradients.values()))[0] = math.nan
+    elif what == "last_element":
+        if engine.zero_stage < 3:
+            assert engine._zero.groups_padding[0] == 2
+        gradients["output.weight"][-1] = math.inf
+    else:
+        gradients[REPLICATED][0] = math.nan
+
+
 def trial(tp, zero_stage, what, precision):
-    e = engine(tp, zero_stage, precision)
+    e = engine(tp, zero_stage, precision, model=PADDED if what == "last_element" else None)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
     rank = dist.get_rank()
@@ -77,6 +106,11 @@ def trial(tp, zero_stage, what, precision):
         e.set_skip_predicate(lambda loss, norm: judged.append((loss, norm)) or next(answers, False))
         result = e.train_step(batches(e, 10), 1e-2)
         assert judged == [(result.loss, result.grad_norm)]
+    elif "element" in what:
+        if rank == 1:
+            e.before_update = lambda: spoil_element(e, what)
+        result = e.train_step(batches(e, 10), 1e-2)
+        e.before_update = lambda: None
     else:
         parameter = e.parameters[
             REPLICATED if what == "replicated" else "layers.1.mlp.linear_fc1.weight"
@@ -144,6 +178,31 @@ def summed(zero_stage):
     return {"norm": norm, "sums": [moment[[0, -1]].tolist() for moment in moments]}
 
 
+def norm(engine, seeds):
+    """Return the gradient norm of a step in which the gradients of replicated parameters are the
+    largest.
+    """
+    for name, parameter in engine.parameters.items():
+        if kind_of(name) in ("norms", "position"):
+            parameter.register_hook(lambda g: 100 * g)
+    return engine.train_step([random_batch(seed) for seed in seeds], 0.0).grad_norm
+
+
+NORM_SEEDS = {1: (0, 1, 2, 3), 2: (0, 1)}
+"""Seeds of a step's sequences, by tensor-parallel size."""
+
+
+def norms(zero_stage):
+    """Return the gradient norms of `norm` by tensor-parallel size."""
+    found = {}
+    for tp, seeds in NORM_SEEDS.items():
+        e = engine(tp, zero_stage, "fp32")
+        rank = e.layout.data_parallel_rank
+        size = e.micro_batches
+        found[tp] = norm(e, seeds[rank * size : (rank + 1) * size])
+    return found
+
+
 def overlapped(zero_stage):
     """Return whether two steps with and without `overlap_comm` give the same weights."""
     states = []
@@ -175,6 +234,7 @@ def main(folder):
     results = {name_of(*case): trial(*case) for case in CASES}
     for zero_stage in (1, 2, 3):
         results[f"summed_zero{zero_stage}"] = summed(zero_stage)
+        results[f"norms_zero{zero_stage}"] = norms(zero_stage)
         results[f"averaged_zero{zero_stage}"] = averaged(zero_stage)
         results[f"averaged_zero{zero_stage}_bf16"] = averaged(
             zero_stage, communication_precision="bf16"

@@ -6,7 +6,6 @@ this object.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
-from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.runtime.zero.partition_parameters import (
     AllGatherCoalescedHandle,
@@ -64,34 +62,27 @@ def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
         ZERO_SUPPORTED_OPTIMIZERS.append(kind)
 
 
-def skip_updates(
+def replace_gradient_norm(
     zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3,
-    should_skip: Callable[[float], bool],
+    compute_norm: Callable[[], Tensor],
 ) -> None:
-    """Make the optimizer skip an update if `should_skip` returns true for its gradient norm.
+    """Make the optimizer clip by the gradient norm that `compute_norm` returns, and skip the update
+    if the norm is not finite.
 
-    The function that computes the norm then returns infinity, so that DeepSpeed skips the step as
-    after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
-    DeepSpeed has a hook between the computation of the norm and the update.
+    ZeRO 1 and 2 launch 15 kernels for each parameter: 2 for its norm, and 13 to find values that
+    are not finite, which the norm shows as well. ZeRO 3 launches 2. `compute_norm` may also return
+    infinity to skip an update for another reason. DeepSpeed's message about an overflow is
+    suppressed, since the trainer logs skipped steps. Unnecessary once DeepSpeed computes one norm
+    of all gradients, and has a hook between this computation and the update.
     """
     # `update_scale` only logs the message, because bf16 and fp32 use no loss scale.
     zero.loss_scaler.update_scale = lambda overflow: None
-    # ZeRO 3 computes one norm per parameter group.
-    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)
-    name = "_get_norm_groups" if has_group_norms else "scaled_global_norm"
-    compute_norm = getattr(zero, name)
-
-    def norm_or_infinity() -> Tensor | list[Tensor]:
-        computed = compute_norm()
-        norm = combine_grad_norm_groups(computed) if has_group_norms else computed
-        if not should_skip(float(norm)):
-            return computed
-
-        infinite = torch.full_like(norm, math.inf)
-        # With one infinite norm in the list, the norm of all groups is infinite.
-        return [*computed, infinite] if has_group_norms else infinite
-
-    setattr(zero, name, norm_or_infinity)
+    if isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3):
+        # ZeRO 3 combines the norms of the parameter groups.
+        zero._get_norm_groups = lambda: [compute_norm()]
+    else:
+        zero.check_overflow = lambda partition_gradients: None
+        zero.scaled_global_norm = compute_norm
 
 
 def replace_gradient_reduction(

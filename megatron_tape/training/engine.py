@@ -29,6 +29,7 @@ from megatron_tape.training import zero_partitions
 from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import (
     ScatteredGradients,
+    gradient_norm,
     replicated_parameters,
     sum_replicated,
 )
@@ -204,6 +205,7 @@ class Engine:
 
         self._replicated = replicated_parameters(model)
         """Parameters whose gradients are summed over the tensor-parallel ranks."""
+        deepspeed_patches.replace_gradient_norm(self._zero, self._norm_or_infinity)
         if self.zero_stage == 3:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
@@ -221,24 +223,33 @@ class Engine:
         """Called in every step after the gradients are averaged and before they are clipped."""
         self._loss_sum = torch.zeros((), device=layout.device)
         """Sum of the losses of a step's micro-batches so far."""
+        self._skip_predicate: Callable[[float, float], bool] | None = None
+        """Set by `set_skip_predicate`."""
         self._skipped_norm: float | None = None
-        """Gradient norm of the current step if `set_skip_predicate` has skipped its update; None
+        """Gradient norm of the current step if the predicate has skipped its update; None
         otherwise.
         """
 
     def set_skip_predicate(self, predicate: Callable[[float, float], bool]) -> None:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
+        self._skip_predicate = predicate
 
-        def skips(norm: float) -> bool:
-            # DeepSpeed itself skips a step whose gradient is not finite, so the predicate need not.
-            if not math.isfinite(norm):
-                return False
-            if not self.layout.any_rank(predicate(self._mean_loss(), norm)):
-                return False
-            self._skipped_norm = norm
-            return True
+    def _norm_or_infinity(self) -> Tensor:
+        """Return the gradient norm, or infinity if the skip predicate skips the update.
 
-        deepspeed_patches.skip_updates(self._zero, skips)
+        DeepSpeed calls this before the update, which it skips if the result is not finite.
+        """
+        norm = gradient_norm(self.trained.values(), self.zero_stage, self.layout)
+        if self._skip_predicate is None:
+            return norm
+        value = norm.item()
+        # DeepSpeed skips this step in any case.
+        if not math.isfinite(value):
+            return norm
+        if not self.layout.any_rank(self._skip_predicate(self._mean_loss(), value)):
+            return norm
+        self._skipped_norm = value
+        return torch.full_like(norm, math.inf)
 
     def close(self) -> None:
         """Free the model's memory. Otherwise DeepSpeed's hooks would keep it until the process

@@ -3,8 +3,12 @@ process.
 """
 
 import pytest
-from bad_step_cases import CASES, FINE, name_of
+from bad_step_cases import CASES, FINE, NORM_SEEDS, name_of, norm
+from configurations import make_alone
 from launch import run_group
+from models import build, small_model
+
+from megatron_tape.training.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,16 @@ def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_th
     for sums in summed["sums"]:
         assert sums == pytest.approx([1 + FINE] * 2, rel=1e-6)
     assert summed["norm"] == pytest.approx(results["summed_zero1"]["norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("tp", NORM_SEEDS)
+def test_the_gradient_norm_counts_replicated_parameters_once(results, tp, zero_stage):
+    seeds = NORM_SEEDS[tp]
+    config = make_alone(small_model(), train__global_batch_size=len(seeds))
+    model, layout = build(config.model)
+    expected = norm(Engine(model, config, layout), seeds)
+    assert results[f"norms_zero{zero_stage}"][tp] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

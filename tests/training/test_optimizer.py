@@ -3,11 +3,14 @@
 import pytest
 import torch
 from configurations import make_alone
+from launches import CountLaunches
 from models import build, random_batch, small_model
 
 from megatron_tape.config.schema import ExtensionConfig, OptimizerConfig
 from megatron_tape.model.names import KINDS, MATRICES, kind_of
 from megatron_tape.training.engine import Engine
+from megatron_tape.training.gradients import _sum_of_squares
+from megatron_tape.training.model_building import freeze_parameters
 from megatron_tape.training.optimizer import parameter_groups
 
 EVERY_KIND = dict(qkv_bias=True, qk_norm=True)
@@ -150,3 +153,77 @@ def test_each_kind_decays_at_its_own_rate(zero_stage):
             rtol=1e-6,
             msg=name,
         )
+
+
+def small_engine(zero_stage, trains=None, precision="fp32", **changes):
+    settings = changes.pop("model", small_model())
+    config = make_alone(
+        settings, deepspeed__zero_stage=zero_stage, train__precision=precision, **changes
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model, layout = build(settings, dtype=dtype)
+    if trains is not None:
+        freeze_parameters(model, trains)
+    return Engine(model, config, layout)
+
+
+def only_position(name, parameter):
+    return ".position." in name
+
+
+NORM_CASES = {
+    "all": {},
+    "bf16": {"precision": "bf16"},
+    "small_groups": {"deepspeed__reduce_bucket_size": 3000},
+    "muon": {"optimizer__kind": "muon"},
+    "frozen": {"trains": only_position},
+}
+
+
+@pytest.mark.parametrize(
+    "case, zero_stage",
+    [
+        (case, zero_stage)
+        for case in NORM_CASES
+        for zero_stage in (1, 2, 3)
+        if (case, zero_stage) != ("muon", 3)  # not supported
+    ],
+)
+def test_the_gradient_norm_is_that_of_all_averaged_gradients_in_fp64(case, zero_stage):
+    engine = small_engine(zero_stage, train__global_batch_size=2, **NORM_CASES[case])
+    gradients = []
+
+    def copy_gradients():
+        for group in engine._zero.averaged_gradients.values():
+            gradients.extend(gradient.double().flatten() for gradient in group)
+
+    engine.before_update = copy_gradients
+    result = engine.train_step([random_batch(1), random_batch(2)], 0.01)
+    expected = torch.cat(gradients).square().sum().sqrt().item()
+    assert expected > 0.001
+    assert result.grad_norm == pytest.approx(expected, rel=1e-7)
+
+
+def test_squares_of_many_elements_are_summed_in_fp64():
+    numbers = torch.full((2**24 + 1,), 0.001)
+    value = numbers[0].item()
+    total = _sum_of_squares([numbers, numbers[:3]], numbers.device)
+    assert total.item() == pytest.approx((2**24 + 4) * value**2, rel=1e-9)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+def test_an_update_launches_no_kernel_for_each_parameter(encoding, zero_stage):
+    # As many parameters as in the 155M model.
+    model = small_model(position_encoding=encoding, num_layers=12)
+    engine = small_engine(zero_stage, precision="bf16", model=model)
+    update = engine.deepspeed_engine.step
+    launches = CountLaunches()
+
+    def count_launches():
+        with launches:
+            update()
+
+    engine.deepspeed_engine.step = count_launches
+    assert not engine.train_step([random_batch(1)], 0.01).skipped
+    assert 0 < launches.total < 100
