@@ -15,7 +15,6 @@ from megatron_tape.ops.backends.table import CPU
 from megatron_tape.parallel.launcher import local_world_size
 from megatron_tape.planning.activations import Activations, activations
 from megatron_tape.planning.hardware import host_memory
-from megatron_tape.planning.parameters import parameters
 from megatron_tape.planning.plan import Plan
 from megatron_tape.text import byte_size, counted
 
@@ -251,17 +250,6 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
     gradients = 4 * partition  # accumulated in fp32 even if the run is in bf16
     if plan.zero_stage == 1:
         gradients = 4 * trained
-    counts = parameters(plan.model, plan.extension, plan.contents)
-    sizes = [
-        parameter.shape.elements(plan.tensor_size)
-        for parameter in counts
-        if parameter.kind in plan.trained_kinds
-    ]
-    # A rank has at most its partition of the largest gradient, since partitions may divide a
-    # matrix.
-    largest = min(partition, max(sizes, default=0))
-    # DeepSpeed converts one gradient at a time to float64 to compute its norm.
-    norm_bytes = 8 * largest
     buffers, bucket_copy = _bucket_bytes(plan)
     # In the update, a rank needs only the gradients of its partition, so the memory of all others
     # is subtracted.
@@ -271,7 +259,7 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
         optimizer=optimizer,
         buffers=buffers,
         bucket_copy=bucket_copy,
-        update=4 * partition - gradients + norm_bytes,
+        update=4 * partition - gradients,
     )
 
 
