@@ -319,7 +319,7 @@ def every_layout(of_both, of_tensor, of_context, layouts):
     results = {}
     # One process computes the loss of all 32 tokens at once; several take chunks of 2, or of 5 with
     # tp 2.
-    with mock.patch.object(chunks, "LOGITS", 160):
+    with mock.patch.dict(chunks.LOGITS, dict.fromkeys(chunks.LOGITS, 160)):
         for tp, cp in layouts:
             chosen = of_both | (of_tensor if cp == 1 else of_context if tp == 1 else {})
             results |= {

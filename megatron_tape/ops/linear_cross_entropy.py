@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from megatron_tape.ops.backends import choice
 from megatron_tape.ops.chunks import chunk_size
 
 
@@ -184,7 +185,7 @@ class _ChunkedLoss:
         hidden = self._hidden
         weight = self._weight
         N = hidden.shape[0]
-        size = chunk_size(weight.shape[0])
+        size = chunk_size(weight.shape[0], choice.generation(hidden.device))
         losses = hidden.new_empty(N, dtype=_loss_dtype(hidden))
         d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
         d_weight = None

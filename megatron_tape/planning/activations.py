@@ -348,7 +348,7 @@ def _loss_bytes(plan: Plan, gradient: int) -> int:
     output weight's gradient in the run's precision, 0 if it is frozen.
     """
     tokens = plan.matrix_tokens
-    chunk = min(tokens, chunk_size(plan.vocabulary))
+    chunk = min(tokens, chunk_size(plan.vocabulary, plan.generation))
 
     hidden_states = tokens * plan.model.hidden_size * plan.width
     if plan.batch.local_tokens < tokens:

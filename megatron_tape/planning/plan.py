@@ -41,7 +41,8 @@ class Plan:
     pipeline_stage: int = 0
     """The pipeline stage of this GPU."""
     generation: str = HOPPER
-    """The generation of the GPUs, which decides the attention backend that `auto` selects."""
+    """The generation of the GPUs, which decides the attention backend that `auto` selects and the
+    size of the loss's chunks."""
 
     @property
     def model(self) -> ModelConfig:

@@ -269,7 +269,8 @@ def install_fake_world(world_size: int, rank: int) -> None:
         ranks, **others | {"backend": FAKE}
     )
 
-    # Code for a GPU runs on the fake one.
+    # Code for a GPU runs on the fake one, which is of the generation that a `Plan` assumes.
+    choice.generation = lambda device: Plan.generation
     choice.unsupported = nothing  # so that every backend seems to be supported
     F.scaled_dot_product_attention = _attention
     functional: Any = F

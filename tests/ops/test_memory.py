@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_tape.errors import NodeError
 from megatron_tape.model import backend
 from megatron_tape.ops import chunks, parity
+from megatron_tape.ops.backends import choice
+from megatron_tape.ops.backends.table import CPU, GPUS, HOPPER
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.swiglu import swiglu
 
@@ -44,6 +46,11 @@ def plain(hidden, weight, labels, weights=None, z_loss=0.0):
     return (losses * weights).sum(), losses, z_loss * (squares * weights).sum()
 
 
+def set_chunk(monkeypatch, logits):
+    """Set the maximum number of logits per chunk on all devices."""
+    monkeypatch.setattr(chunks, "LOGITS", dict.fromkeys(chunks.LOGITS, logits))
+
+
 class Largest(TorchDispatchMode):
     """Record the number of elements of the largest tensor that any operator returns."""
 
@@ -61,7 +68,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("tokens", [1, 4, S * B, 100])
 def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z_loss, weighted):
-    monkeypatch.setattr(chunks, "LOGITS", tokens * V + 3)
+    set_chunk(monkeypatch, tokens * V + 3)
     hidden = draw(S, B, C)
     weight = draw(V, C, seed=2)
     labels = labels_of()
@@ -90,7 +97,7 @@ def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z
 @pytest.mark.parametrize("weighted, z_loss", [(False, 0.0), (True, 0.3)])
 def test_liger_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_loss):
     pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(chunks, "LOGITS", tokens * V)
+    set_chunk(monkeypatch, tokens * V)
     weights = WEIGHTS.to(DEVICE) if weighted else None
     results = []
     for fused in (True, False):
@@ -181,7 +188,7 @@ def test_the_bf16_rounding_error_does_not_exceed_that_of_whole_logits(monkeypatc
     shapes = ((length, B, 16), (vocabulary, 16))
     inputs = [draw(*shape, seed=5).bfloat16().detach() for shape in shapes]
     labels = labels_of(vocabulary, length)
-    monkeypatch.setattr(chunks, "LOGITS", 5 * vocabulary)
+    set_chunk(monkeypatch, 5 * vocabulary)
 
     def of_whole_logits(hidden, weight):
         logits = hidden @ weight.T
@@ -207,13 +214,28 @@ def test_at_most_one_chunk_of_logits_exists(monkeypatch, gradient):
     hidden = draw(S, B, C)
     weight = draw(vocabulary, C)
     labels = labels_of(vocabulary)
-    monkeypatch.setattr(chunks, "LOGITS", tokens * vocabulary)
+    set_chunk(monkeypatch, tokens * vocabulary)
     with Largest() as largest, torch.set_grad_enabled(gradient):
         loss, *_ = linear_cross_entropy(hidden, weight, labels)
         assert loss.requires_grad == gradient
         if gradient:
             loss.backward()
     assert largest.numbers == max(tokens * vocabulary, vocabulary * C) < S * B * vocabulary / 4
+
+
+def test_chunks_are_larger_on_gpus_with_much_memory(monkeypatch):
+    assert chunks.LOGITS.keys() == GPUS | {CPU}
+    assert chunks.chunk_size(2**15, CPU) == 2**11
+    assert chunks.chunk_size(2**15, HOPPER) == 2**13
+    assert chunks.chunk_size(2**40, HOPPER) == 1
+
+    vocabulary = 50
+    monkeypatch.setattr(chunks, "LOGITS", {CPU: 2 * vocabulary, HOPPER: 6 * vocabulary})
+    for generation, tokens in ((CPU, 2), (HOPPER, 6)):
+        monkeypatch.setattr(choice, "generation", lambda device, name=generation: name)
+        with Largest() as largest:
+            linear_cross_entropy(draw(S, B, 2), draw(vocabulary, 2), labels_of(vocabulary))
+        assert largest.numbers == tokens * vocabulary
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

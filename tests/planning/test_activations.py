@@ -1,12 +1,16 @@
 """Estimated parameters and activations equal those of built models and saved tensors."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import build, small_model
-from plans import middle_model, on_cpu, saved_bytes
+from plans import middle_model, of_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
+from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU
+from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
 from megatron_tape.training.model_building import freeze_parameters, parameter_filter
 
@@ -76,6 +80,18 @@ def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_li
         saved[encoding] = saved_bytes(build(model)[0], model)
         assert on_cpu(model, 2, "fp32") == pytest.approx(saved[encoding], rel=0.01)
     assert saved["rope"] < saved["tape"] <= 1.25 * saved["rope"]
+
+
+def test_the_chunks_of_the_loss_depend_on_the_generation_of_the_gpu():
+    model = small_model(vocab_size=2**15, seq_length=2**14)
+    plan = of_model(model)
+    loss = {}
+    for generation in (CPU, OTHER_GPU, HOPPER, BLACKWELL):
+        loss[generation] = activations(dataclasses.replace(plan, generation=generation)).loss
+    assert loss[CPU] == loss[OTHER_GPU]
+    assert loss[HOPPER] == loss[BLACKWELL]
+    # The logits of a chunk are in fp32 and in bf16.
+    assert loss[HOPPER] - loss[CPU] == (4 + 2) * (2**28 - 2**26)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
