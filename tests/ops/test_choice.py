@@ -92,20 +92,40 @@ def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(
     "version, needs, settings, expected",
     [
         (4, {AVERAGE}, {"dim": 128}, "flash_attn"),
-        (4, {AVERAGE}, {"dim": 128, "grouped": True}, "torch"),
         (4, {AVERAGE}, {"dim": 96}, "torch"),
-        (4, {AVERAGE}, {"dim": 64}, "torch_wide"),
+        (4, {AVERAGE}, {"dim": 64}, "flash_attn"),
+        (4, {AVERAGE}, {"dim": 64, "without": {"flash_attn"}}, "torch_wide"),
+        (4, {AVERAGE}, {"dim": 64, "grouped": True}, "torch_wide"),
+        (4, {AVERAGE}, {"dim": 64, "packed": True}, "triton"),
+        (4, {AVERAGE}, {"dim": 32}, "torch_wide"),
+        (2, {AVERAGE}, {"dim": 64}, "torch_wide"),
         (2, {AVERAGE}, {"dim": 128}, "torch"),
+        (4, {ROTATION}, {"dim": 128}, "flash_attn"),
+        (4, {ROTATION}, {"dim": 128, "without": {"flash_attn"}}, "torch"),
+        (4, {ROTATION}, {"dim": 128, "grouped": True}, "torch"),
+        (4, {ROTATION}, {"dim": 128, "dtype": FP32}, "torch"),
+        (4, {ROTATION}, {"dim": 64}, "torch"),
+        (2, {ROTATION}, {"dim": 128}, "torch"),
         *((version, set(), {"packed": True}, "flash_attn") for version in (2, 4)),
         (2, set(), {"segments": True}, "flash_attn"),
         (2, set(), {}, "torch"),
     ],
 )
-def test_flash_attn_is_chosen_for_documents_and_4_for_wide_values(
+def test_flash_attn_is_chosen_for_documents_and_4_where_it_is_fastest(
     flash_attn, version, needs, settings, expected
 ):
     flash_attn(version)
     assert chosen(GPU, needs, **settings) == expected
+
+
+@pytest.mark.parametrize("capability, tape", [((10, 0), "torch_wide"), ((8, 0), "triton")])
+def test_auto_does_not_choose_flash_attn_4_where_it_was_not_measured(
+    flash_attn, monkeypatch, capability, tape
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    flash_attn(4)
+    assert chosen(GPU, {ROTATION, AVERAGE}, dim=64) == tape
+    assert chosen(GPU, {ROTATION}, dim=128) == "torch"
 
 
 @pytest.mark.parametrize(
@@ -163,10 +183,12 @@ def test_the_choice_depends_on_the_gpu_generation(
     assert chosen(GPU, {ROTATION}, dim=dim) == "torch"
 
 
-def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
+def test_a_deterministic_run_uses_neither_cudnn_nor_flash_attn_4(flash_attn, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    flash_attn(4)
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
-    assert chosen(GPU) == "torch"  # which then does without cuDNN itself
+    # torch then does without cuDNN itself.
+    assert chosen(GPU) == chosen(GPU, dim=128) == "torch"
     assert unsupported("torch_wide", GPU, BF16, 64) == "is not deterministic, as this run must be"
 
 

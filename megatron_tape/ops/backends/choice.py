@@ -13,7 +13,15 @@ import torch
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS, REFLECTIONS, described, lacks, unsupported_heads
-from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU, Case, rows
+from megatron_tape.ops.backends.table import (
+    BLACKWELL,
+    CPU,
+    FLASH_ATTN_4_WIDE,
+    HOPPER,
+    OTHER_GPU,
+    Case,
+    rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +198,7 @@ def takes_wide_value(
     if grouped or flash_attn_version(device) != 4:
         return False
     # Version 4 runs only on these two generations, so that no other key is looked up.
-    return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
+    return head_dim in FLASH_ATTN_4_WIDE[generation(device)]
 
 
 def supports_rotation_kernels(x: torch.Tensor) -> bool:
