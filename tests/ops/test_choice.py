@@ -92,6 +92,8 @@ def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(
     "version, needs, settings, expected",
     [
         (4, {AVERAGE}, {"dim": 128}, "flash_attn"),
+        (4, {AVERAGE}, {"dim": 128, "grouped": True}, "flash_attn"),
+        (2, {AVERAGE}, {"dim": 128, "grouped": True}, "torch"),
         (4, {AVERAGE}, {"dim": 96}, "torch"),
         (4, {AVERAGE}, {"dim": 64}, "flash_attn"),
         (4, {AVERAGE}, {"dim": 64, "without": {"flash_attn"}}, "torch_wide"),
@@ -135,10 +137,9 @@ def test_auto_does_not_choose_flash_attn_4_where_it_was_not_measured(
 def test_only_version_4_takes_wide_values(flash_attn, monkeypatch, capability, dims):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     flash_attn(4)
-    assert {dim for dim in (64, 96, 128) if takes_wide_value(GPU, dim, grouped=False)} == dims
-    assert not takes_wide_value(GPU, 64, grouped=True)
+    assert {dim for dim in (64, 96, 128) if takes_wide_value(GPU, dim)} == dims
     flash_attn(2)
-    assert not takes_wide_value(GPU, 64, grouped=False)
+    assert not takes_wide_value(GPU, 64)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +190,7 @@ def test_a_deterministic_run_uses_neither_cudnn_nor_flash_attn_4(flash_attn, mon
     assert chosen(GPU, {AVERAGE}) == chosen(GPU, {AVERAGE}, dim=128) == "triton"
     # torch then does without cuDNN itself.
     assert chosen(GPU) == chosen(GPU, dim=128) == "torch"
+    assert chosen(GPU, {AVERAGE}, dim=128, grouped=True) == "triton"
     assert unsupported("torch_wide", GPU, BF16, 64) == "is not deterministic, as this run must be"
 
 

@@ -187,15 +187,11 @@ def _flash_attn_version(major: int, amd: bool) -> int | None:
     return None
 
 
-def takes_wide_value(
-    device: torch.device,
-    head_dim: int,
-    grouped: bool,
-) -> bool:
+def takes_wide_value(device: torch.device, head_dim: int) -> bool:
     """Return whether flash-attn supports [v | z] as a value: version 4 does for some head
-    dimensions, without GQA.
+    dimensions.
     """
-    if grouped or flash_attn_version(device) != 4:
+    if flash_attn_version(device) != 4:
         return False
     # Version 4 runs only on these two generations, so that no other key is looked up.
     return head_dim in FLASH_ATTN_4_WIDE[generation(device)]

@@ -4,6 +4,10 @@
 Version 2 requires values as wide as the keys, so it is called once for v and once for z. Version 4
 also supports [v | z]. On Hopper, [v | z] requires the tile sizes below: version 4 selects tile
 sizes by the width of the keys, with which [v | z] does not fit into shared memory.
+
+With grouped queries, version 4's backward pass requires values as wide as the keys, too. For [v |
+z], keys and values are therefore repeated for each query head of their group. This costs memory and
+a copy, but a second call would compute all scores again.
 """
 
 import importlib
@@ -36,10 +40,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
 
     # One call for [v | z] if the kernel supports it, otherwise a call for v and one for z.
-    grouped = H != x.k_TBGD.shape[2]
-    if x.average_state and x.packing is None and takes_wide_value(device, D, grouped):
+    if x.average_state and x.packing is None and takes_wide_value(device, D):
         _choose_tiles(functions)
-        inputs = x.prepared(join=True)
+        q, k, value = x.prepared(join=True)
+        inputs = q, _for_each_head(k, H), _for_each_head(value, H)
+    else:
+        inputs = x.prepared()
     else:
         inputs = x.prepared()
     tensors = [y.transpose(0, 1) for y in inputs]
@@ -68,6 +74,18 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             output = output.unflatten(0, (B, S))
         averaged += split_average(output.transpose(0, 1), D)
     return tuple(averaged)
+
+
+def _for_each_head(x_TBGE: Tensor, heads: int) -> Tensor:
+    """Return (T, B, H, E) for H `heads`: the key or value of its group for each query head.
+
+    In the backward pass, torch sums the gradients of a group's heads in fp32 and rounds the sum
+    once to the dtype of x.
+    """
+    heads_per_group = heads // x_TBGE.shape[2]
+    if heads_per_group == 1:
+        return x_TBGE
+    return x_TBGE.repeat_interleave(heads_per_group, dim=2)
 
 
 def _choose_tiles(functions: Any) -> None:

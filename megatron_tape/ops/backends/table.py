@@ -21,7 +21,8 @@ GPUS = frozenset({OTHER_GPU, HOPPER, BLACKWELL})
 WITH_CUDNN = frozenset({HOPPER, BLACKWELL})
 """Generations on which torch's SDPA runs cuDNN's kernels."""
 FLASH_ATTN_4_WIDE = {HOPPER: (64, 128), BLACKWELL: (64,)}
-"""Head dimensions for which FlashAttention-4 supports [v | z] as a value, by generation."""
+"""Head dimensions for which FlashAttention-4 supports [v | z] as a value, by generation. With
+grouped queries, keys and values are then repeated for each query head."""
 
 PLAIN = "plain"
 AVERAGES = "averages"
@@ -128,6 +129,16 @@ TABLE = (
         head_dims=range(8, 65),
         condition=_suits_any_kernel,
         measured=_H200,
+    ),
+    # Two calls compute 14 products instead of 10, which takes longer than repeating keys and values.
+    Row(
+        AVERAGES,
+        _ON_HOPPER,
+        "flash_attn",
+        "one call of FlashAttention-4 on [v | z], repeated for each query head",
+        head_dims=(128,),
+        condition=lambda case: _suits_any_kernel(case) and case.grouped,
+        flash_attn_4=True,
     ),
     Row(
         AVERAGES,
