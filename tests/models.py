@@ -77,6 +77,7 @@ def build(
     lora=None,
     shifted_sparse=False,
     cp=1,
+    fused=None,
 ):
     """Build this process's shard of a model; `randomize` changes parameters whose initial values
     have no effect.
@@ -87,7 +88,9 @@ def build(
     seed_everything(seed)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     translated = transformer_config(model, tp, sp, dtype)
-    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse, recompute)
+    built = LanguageModel(
+        model, translated, layout.groups, device, shifted_sparse, recompute, fused
+    )
     if lora is not None:
         add_lora(built, model, lora)
     begin(built, model, layout, seed, lora)

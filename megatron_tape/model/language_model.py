@@ -26,6 +26,7 @@ from megatron_tape.model.backend import FusedKernels, chosen_backend
 from megatron_tape.model.layers import LayerEncoding, PositionTransformerLayer, RMSNorm
 from megatron_tape.model.output_layer import OutputLayer
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
+from megatron_tape.ops.backends.choice import averages_one_value
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
@@ -123,6 +124,12 @@ class LanguageModel(torch.nn.Module):
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
+        # With activation checkpointing, only a layer's state is kept for the next one, and an
+        # all-to-all copies it.
+        if self.recompute == "none" and self.token_layout.sequence_shards == 1:
+            self.encoding.joins_values = averages_one_value(
+                self.attention_backend, torch.device(device), model_config.head_dim
+            )
 
         if layers is None:
             layers = range(model_config.num_layers)

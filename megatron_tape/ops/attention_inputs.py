@@ -55,7 +55,7 @@ class AttentionInputs(PositionInputs):
             # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
-            q, k, v = rotated_and_joined(q, k, v, z, wide)
+            q, k, v = rotated_and_joined(q, k, v, z, wide, self.joined_TBGE)
         else:
             if rotate:
                 q = rotate_groups(q, z)

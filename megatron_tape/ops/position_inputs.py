@@ -26,6 +26,9 @@ class PositionInputs:
     """The position state, (T, B or 1, G or 1, D), which rotates queries and keys."""
     average_state: bool = False
     """Whether the attention weights also average the position state."""
+    joined_TBGE: Tensor | None = None
+    """[v | z] (T, B, G, 2D), whose right half is z. Attention may write v into its left half, which
+    is uninitialized; it then need not copy z."""
     factor_TB1D: Tensor | None = None
     """Real factors, (T, B or 1, 1, D), by which rotated queries are multiplied and rotated keys
     divided. The real and the imaginary part of a number must have the same factor."""

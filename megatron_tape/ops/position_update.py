@@ -38,6 +38,9 @@ class UpdatedState(NamedTuple):
     state: Tensor
     for_attention: Tensor
     for_update: Tensor
+    joined: Tensor | None = None
+    """[v | z] (..., 2D) of the next layer's attention, whose right half are the copies; its left
+    half is uninitialized. None if the copies are not part of a larger tensor."""
 
 
 def fits_fused(groups: int, heads: int) -> bool:
@@ -93,15 +96,22 @@ def fused_update(
     up_PG: Tensor,
     down_GP: Tensor,
     rounded_NGD: Tensor | None = None,
+    join: bool = False,
 ) -> UpdatedState:
     """Return the result of `compact_update`, computed by Triton kernels on a GPU or in Triton's
     interpreter.
+
+    With `join`, the copies are the right half of `UpdatedState.joined` (N, G, 2D).
     """
     from megatron_tape.ops.kernels.triton_position_update import update
 
     others = (gate_NP, mixing, up_PG, down_GP)
     z_and_rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
-    return UpdatedState(*update(*z_and_rounded, u_NHD, *others))
+    joined = None
+    if join:
+        N, G, D = z_NGD.shape
+        joined = u_NHD.new_empty(N, G, 2 * D)
+    return UpdatedState(*update(*z_and_rounded, u_NHD, *others, joined), joined)
 
 
 def _checked_state(

@@ -245,6 +245,9 @@ class PositionEncoding:
         self.settings = model.position
         self.token_layout = token_layout
         self.fused = fused
+        self.joins_values = False
+        """Whether attention averages values and state as one tensor [v | z], as some backends do.
+        If so, the encoding may return this tensor (`PositionInputs.joined_TBGE`)."""
         self._constants: dict[str, Tensor] = {}
         """The results of `constant` by name."""
 

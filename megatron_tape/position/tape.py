@@ -14,6 +14,7 @@ increments are therefore the same for all groups.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from megatron_tape.errors import ConfigError
@@ -284,13 +285,17 @@ class TapePosition(RotaryPosition):
         """
         from megatron_tape.ops.position_update import UpdatedState
 
+        joined = None
         if isinstance(state, UpdatedState):
             rounded = state.for_attention
+            joined = state.joined
         else:
             rounded = state.to(hidden_states_sBC.dtype)
             rounded = rounded.expand(-1, -1, self.model.query_groups, -1)
         return PositionInputs(
-            self.token_layout.to_heads(rounded), average_state=self.updates(layer)
+            self.token_layout.to_heads(rounded),
+            average_state=self.updates(layer),
+            joined_TBGE=joined,
         )
 
     def next_state(
@@ -308,7 +313,7 @@ class TapePosition(RotaryPosition):
         """
         from torch.nn.functional import linear
 
-        from megatron_tape.ops.position_update import UpdatedState
+        from megatron_tape.ops.position_update import UpdatedState, fused_update
 
         u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
@@ -334,8 +339,10 @@ class TapePosition(RotaryPosition):
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
+        if self.joins_values and update is fused_update and self.updates(layer + 1):
+            update = partial(update, join=True)
         tensors = update(by_token(z), u, gate, *matrices, by_token(rounded))
-        new = UpdatedState(*(x.view(S, B, -1, D) for x in tensors))
+        new = UpdatedState(*(None if x is None else x.unflatten(0, (S, B)) for x in tensors))
         if self.settings.state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus

@@ -197,6 +197,13 @@ def takes_wide_value(device: torch.device, head_dim: int) -> bool:
     return head_dim in FLASH_ATTN_4_WIDE[generation(device)]
 
 
+def averages_one_value(backend: str, device: torch.device, head_dim: int) -> bool:
+    """Return whether the backend averages values and position state as one tensor [v | z]."""
+    if backend == "flash_attn":
+        return takes_wide_value(device, head_dim)
+    return backend == "torch_wide"
+
+
 def supports_rotation_kernels(x: torch.Tensor) -> bool:
     """Return whether the kernels of `ops.kernels.triton_rotation` run on x: on a GPU with Triton,
     in fp32, bf16 or fp16.

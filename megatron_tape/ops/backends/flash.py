@@ -46,8 +46,6 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         inputs = q, _for_each_head(k, H), _for_each_head(value, H)
     else:
         inputs = x.prepared()
-    else:
-        inputs = x.prepared()
     tensors = [y.transpose(0, 1) for y in inputs]
 
     kernel = functions.flash_attn_func

@@ -171,6 +171,10 @@ def _update(
     N,
     tokens,
     B,
+    z_token,
+    z_group,
+    rounded_token,
+    rounded_group,
     u_sequence,
     u_batch,
     u_head,
@@ -183,13 +187,13 @@ def _update(
     FULL: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Write z'' of `tokens` adjacent tokens to OUT (N, G, D) and, with ROUNDS, to ROUNDED (N, G,
-    D), which has the dtype of u.
+    """Write z'' of `tokens` adjacent tokens to ROUNDED (N, G, D), which has the dtype of u, and,
+    with ROUNDS, also to OUT (N, G, D).
 
-    Z is (N, G, D), M (N, G, G), and MIXING (G, H), or (H,) without FULL. U is (N / B, B, H, D) with
-    the strides `u_sequence`, `u_batch` and `u_head` of the first three axes; the other tensors are
-    contiguous. BLOCK_G and BLOCK_H are G and H, rounded up to powers of two and at least 16. A loop
-    visits D in pieces of BLOCK_D columns, so that they fit into registers.
+    Z is (N, G, D), M (N, G, G), and MIXING (G, H), or (H,) without FULL. U is (N / B, B, H, D).
+    Arguments such as `z_token` and `z_group` are the strides of all axes but the last; OUT, M and
+    MIXING are contiguous. BLOCK_G and BLOCK_H are G and H, rounded up to powers of two and at least
+    16. A loop visits D in pieces of BLOCK_D columns, so that they fit into registers.
     """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
@@ -200,16 +204,16 @@ def _update(
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
-        state = token * G * D
+        rounded = ROUNDED + token * rounded_token
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _load_matrix(Z + state, groups, columns, D, G, D)
+            z = _load_matrix(Z + token * z_token, groups, columns, z_group, G, D)
             u = _load_matrix(u_token, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
-            _store_matrix(OUT + state, groups, columns, D, out, G, D)
+            _store_matrix(rounded, groups, columns, rounded_group, out, G, D)
             if ROUNDS:
-                _store_matrix(ROUNDED + state, groups, columns, D, out, G, D)
+                _store_matrix(OUT + token * G * D, groups, columns, D, out, G, D)
 
 
 @triton.jit
@@ -228,6 +232,8 @@ def _update_backward(
     N,
     tokens,
     B,
+    z_token,
+    z_group,
     u_sequence,
     u_batch,
     u_head,
@@ -251,9 +257,9 @@ def _update_backward(
     DOUT_UPDATE and DOUT_ATTENTION of ROUNDED, which the next layer's update and attention read. All
     are (N, G, D).
 
-    DZ is (N, G, D), DM (N, G, G), and DU (N / B, B, H, D) with the strides `du_*`. DMIXING holds
-    the sum over the program's tokens of the gradient of A, (programs, G, H), or (programs, H)
-    without FULL. Z is (N, G, D); the remaining arguments are those of `_update`.
+    DZ is (N, G, D), DM (N, G, G), and DU (N / B, B, H, D) with the strides `du_*`; the gradients of
+    z'' and z are contiguous. DMIXING holds the sum over the program's tokens of the gradient of A,
+    (programs, G, H), or (programs, H) without FULL. The remaining arguments are those of `_update`.
     """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
@@ -274,7 +280,7 @@ def _update_backward(
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _load_matrix(Z + state, groups, columns, D, G, D)
+            z = _load_matrix(Z + token * z_token, groups, columns, z_group, G, D)
             u = _load_matrix(u_token, heads, columns, u_head, H, D)
             dout = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
             if HAS_DOUT:
@@ -397,15 +403,16 @@ class _Update(Function):
     """The differentiable form of the kernels; see `update`."""
 
     @staticmethod
-    def forward(ctx, z, rounded, u, gate, mixing, up, down):
+    def forward(ctx, z, rounded, u, gate, mixing, up, down, joined):
         # Gradients of copies of z'' that nothing used are None, not zeros.
         ctx.set_materialize_grads(False)
         ctx.gets_gradient_of_z = "z" if rounded is None else "rounded"
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence
         # after the other.
         u = last_contiguous(u)
-        z, gate, mixing, up, down = (x.contiguous() for x in (z, gate, mixing, up, down))
-        saved = z if rounded is None else rounded.contiguous()
+        z = last_contiguous(z)
+        gate, mixing, up, down = (x.contiguous() for x in (gate, mixing, up, down))
+        saved = z if rounded is None else last_contiguous(rounded)
         N, G, _ = z.shape
         P = gate.shape[1]
 
@@ -413,9 +420,10 @@ class _Update(Function):
         grid = triton.cdiv(N, TILE), triton.cdiv(G * G, TILE)
         _form_matrices[grid](gate, up, down, M, N, P, G, TILE)
 
-        new = torch.empty_like(z)
+        # The right half of `joined` or a tensor of its own.
+        new_rounded = u.new_empty(z.shape) if joined is None else joined.chunk(2, dim=-1)[1]
         rounds = z.dtype != u.dtype
-        new_rounded = u.new_empty(z.shape) if rounds else new
+        new = z.new_empty(z.shape) if rounds else new_rounded
         sizes, options = _sizes(z, u, mixing)
         _update[_grid(z)](
             z,
@@ -425,13 +433,15 @@ class _Update(Function):
             new,
             new_rounded,
             *sizes,
+            *z.stride()[:2],
+            *new_rounded.stride()[:2],
             *u.stride()[:3],
             **options,
             ROUNDS=rounds,
         )
         ctx.save_for_backward(saved, u, gate, M, mixing, up, down)
         # Outputs with the same memory: the gradients of their readers arrive separately.
-        return new, new_rounded.detach(), new_rounded.detach()
+        return new.detach(), new_rounded.detach(), new_rounded.detach()
 
     @staticmethod
     @once_differentiable
@@ -442,7 +452,7 @@ class _Update(Function):
         d_copies = [None if d is None else d.contiguous() for d in d_copies]
         has_copies = [d is not None for d in d_copies]
 
-        dz = torch.empty_like(z)
+        dz = z.new_empty(z.shape)
         du = torch.empty_like(u)
         dM = torch.empty_like(M)
         programs, *_ = _grid(z)
@@ -459,6 +469,7 @@ class _Update(Function):
             dM,
             sums,
             *sizes,
+            *z.stride()[:2],
             *u.stride()[:3],
             *du.stride()[:3],
             **options,
@@ -489,7 +500,7 @@ class _Update(Function):
             TILE,
         )
         dz_of = {"z": None, "rounded": None, ctx.gets_gradient_of_z: dz}
-        return dz_of["z"], dz_of["rounded"], du, d_gate, d_mixing, d_up, d_down
+        return dz_of["z"], dz_of["rounded"], du, d_gate, d_mixing, d_up, d_down, None
 
 
 def _grid(z: Tensor) -> tuple[int]:
@@ -542,13 +553,17 @@ def update(
     mixing: Tensor,
     up_PG: Tensor,
     down_GP: Tensor,
+    joined_NGE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return z'' (N, G, D), and the same tensor twice in the dtype of u, sharing memory.
+
+    With `joined_NGE` (N, G, 2D), also in this dtype, they are its right half.
 
     `mixing` is A (G, H), or (H,) for one scale per head when G = H. `u_NHD` may also be (S, B, H,
     D) with N = S * B, in any layout whose last axis is contiguous. All tensors have one dtype,
     except that z may be in fp32. `rounded_NGD` is then z in the dtype of u; otherwise it is None.
-    It is saved for the backward pass instead of z, and gets the gradient of z.
+    It is saved for the backward pass instead of z, and gets the gradient of z. The last axes of
+    both must be contiguous.
     """
     if u_NHD.dim() == 3:
         u_NHD = u_NHD.unsqueeze(1)
@@ -561,4 +576,5 @@ def update(
             mixing,
             up_PG,
             down_GP,
+            joined_NGE,
         )

@@ -158,8 +158,10 @@ def _rotate_and_join(
     BLOCK_T: tl.constexpr,
     ROTATE: tl.constexpr,
     WIDE: tl.constexpr,
+    COPY_Z: tl.constexpr,
 ):
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z].
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z], but z
+    only with COPY_Z.
 
     The arguments such as `q_row`, `q_batch` and `q_head` are the strides of the first three axes of
     Q (T, B, H, D), K, V and Z (T, B, G, D). The results Q_OUT (T, B, H, D), K_OUT (T, B, G, D) and
@@ -214,6 +216,7 @@ def _rotate_and_join(
         VALUE += batch_group * 2 * D
         v = load_rows(V, rows, v_row, T, D, 2 * BLOCK_F)
         store_rows(VALUE, rows, batch_groups * 2 * D, T, v, D, 2 * BLOCK_F)
+    if WIDE and COPY_Z:
         _store_complex(
             VALUE + D,
             rows,
@@ -409,12 +412,14 @@ def rotate_and_join(
     z: Tensor | None,
     rotate: bool,
     wide: bool,
+    joined: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the
     value.
 
-    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` requires S = T. All last axes must
-    be contiguous. What is neither rotated nor joined is returned as it is.
+    The value is v, or [v | z] (T, B, G, 2D) if `wide`. This is `joined`, if it is given: z is its
+    right half already, and v is written into its left half. `rotate` requires S = T. All last axes
+    must be contiguous. What is neither rotated nor joined is returned as it is.
     """
     if not (rotate or wide):
         return q, k, v
@@ -427,7 +432,7 @@ def rotate_and_join(
         rotated_q = q.new_empty(q.shape)
         rotated_k = k.new_empty(k.shape)
     if wide:
-        value = v.new_empty(T, B, G, 2 * D)
+        value = v.new_empty(T, B, G, 2 * D) if joined is None else joined
 
     # Each program rotates about 2048 complex numbers of a head at once.
     block_f = triton.next_power_of_2(D // 2)
@@ -449,6 +454,7 @@ def rotate_and_join(
         block_t,
         rotate,
         wide,
+        joined is None,
     )
     return rotated_q, rotated_k, value
 
@@ -537,9 +543,9 @@ class _RotatedAndJoined(Function):
     """The differentiable form of `rotate_and_join`, which always rotates."""
 
     @staticmethod
-    def forward(ctx, q, k, v, z, wide):
+    def forward(ctx, q, k, v, z, wide, joined):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
-        rotated_q, rotated_k, value = rotate_and_join(q, k, v, z, rotate=True, wide=wide)
+        rotated_q, rotated_k, value = rotate_and_join(q, k, v, z, True, wide, joined)
 
         ctx.together = from_one_projection(q, k, v)
         if ctx.needs_input_grad[3]:
@@ -547,7 +553,8 @@ class _RotatedAndJoined(Function):
         else:
             # The gradients of q and k need only z.
             ctx.save_for_backward(None, None, z)
-        return rotated_q, rotated_k, value
+        # Detached, since autograd would take `joined` itself for an input without a gradient.
+        return rotated_q, rotated_k, value if joined is None else value.detach()
 
     @staticmethod
     @once_differentiable
@@ -560,7 +567,8 @@ class _RotatedAndJoined(Function):
             q = dq
             k = dk
         needs_dz = ctx.needs_input_grad[3]
-        return *rotate_and_join_backward(q, k, z, dq, dk, dvalue, ctx.together, needs_dz), None
+        gradients = rotate_and_join_backward(q, k, z, dq, dk, dvalue, ctx.together, needs_dz)
+        return *gradients, None, None
 
 
 def rotated_and_joined(
@@ -569,12 +577,17 @@ def rotated_and_joined(
     v: Tensor,
     z: Tensor,
     wide: bool,
+    joined: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D), and v or, if
     `wide`, [v | z] (S, B, G, 2D). All are differentiable.
+
+    `joined` is memory for [v | z], whose right half is z already, or None.
     """
+    if not wide:
+        joined = None
     with torch.cuda.device_of(q):
-        return _RotatedAndJoined.apply(q, k, v, z.expand(k.shape), wide)
+        return _RotatedAndJoined.apply(q, k, v, z.expand(k.shape), wide, joined)
 
 
 @triton.jit
