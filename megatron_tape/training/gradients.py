@@ -116,6 +116,12 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
+SMALL = 2**18
+"""Maximum number of elements of gradients that are accumulated together, in few kernels. Launching
+a kernel for each of them would take longer than adding them.
+"""
+
+
 class _PendingReduceScatter(NamedTuple):
     """A reduce-scatter that has been started."""
 
@@ -163,6 +169,8 @@ class ScatteredGradients:
         self._sums: dict[int, Tensor] = {}
         """Flat gradients that this rank has accumulated but not averaged yet, by parameter group.
         """
+        self._small: dict[Parameter, tuple[Tensor, Tensor]] = {}
+        """Small gradients that are not in the flat sums yet: their places there, and themselves."""
         self._pending: list[_PendingReduceScatter] = []
         self._missing: list[set[int]] = []
         """For each parameter group, the indices of the parameters whose gradients are not complete.
@@ -205,11 +213,32 @@ class ScatteredGradients:
                 self._accumulate(self._deferred, gradient, group)
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
-        """Add a gradient to its place in the flat sum of its parameter group."""
+        """Add a gradient to its place in the flat sum of its parameter group; a small gradient
+        later, in `_add_small`.
+        """
         # ZeRO's offsets of the parameters in the flat tensor of their group.
         start = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         stop = start + parameter.numel()
-        self._flat_sum(group)[start:stop].add_(gradient.reshape(-1))
+        place = self._flat_sum(group)[start:stop]
+        gradient = gradient.reshape(-1)
+        if parameter.numel() > SMALL:
+            place.add_(gradient)
+            return
+
+        # The next micro-batch has begun.
+        if parameter in self._small:
+            self._add_small()
+        self._small[parameter] = place, gradient
+
+    def _add_small(self) -> None:
+        """Add the small gradients of a micro-batch to their places."""
+        if not self._small:
+            return
+        places, gradients = zip(*self._small.values())
+        self._small = {}
+        # `_foreach_add_` launches a kernel for each tensor unless all have the same dtype.
+        flat = torch.cat(gradients).to(places[0].dtype)
+        torch._foreach_add_(places, flat.split([place.numel() for place in places]))
 
     def _flat_sum(self, group: int) -> Tensor:
         """Return the flat gradients of a group that this rank has accumulated; zeros at first."""
@@ -224,6 +253,7 @@ class ScatteredGradients:
 
     def _scatter(self, group: int) -> None:
         """Start the reduce-scatter of a group."""
+        self._add_small()
         if self._zero.partition_gradients:
             # Free the gradients of the previous group before those of this one are copied.
             self._finish_pending()
