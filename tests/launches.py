@@ -18,7 +18,9 @@ WITHOUT_LAUNCH = {
     # Queries, and orders to the allocator.
     "_has_same_storage_numel",
     "is_pinned",
+    "promote_types",
     "record_stream",
+    "result_type",
 }
 """Names of operations, besides views, that launch nothing."""
 
