@@ -1,6 +1,8 @@
-"""Count the operations of torch that would launch kernels on a GPU."""
+"""Count operations of torch and Triton kernels that would be launched on a GPU."""
 
 from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,3 +56,19 @@ class CountLaunches(TorchDispatchMode):
         if not is_query and not function.is_view and name not in WITHOUT_LAUNCH:
             self.counts[function._schema.name] += 1
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting_triton(launches: CountLaunches):
+    """Add the launches of Triton kernels within the context to `launches`, without running the
+    kernels: their results are uninitialized.
+
+    Requires Triton's interpreter.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    def count(executor, *arguments, **options):
+        launches.counts[executor.fn.__name__] += 1
+
+    with mock.patch.object(GridExecutor, "__call__", count):
+        yield

@@ -1,0 +1,113 @@
+"""A training step launches few kernels for each layer, counted without a GPU."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configurations import make_alone
+from launches import CountLaunches, counting_triton
+from models import build, random_batch, small_model
+from torch.autograd.function import Function
+
+from megatron_tape.model import backend as model_backend
+from megatron_tape.model.backend import FusedKernels
+from megatron_tape.ops import attention, attention_inputs
+from megatron_tape.ops.backends import choice, sdpa_wide
+from megatron_tape.training import gradients
+from megatron_tape.training.engine import Engine
+
+
+class LibraryAttention(Function):
+    """A library's attention kernel, with the layouts of its results but without their values."""
+
+    @staticmethod
+    def forward(ctx, launches, q, k, v):
+        ctx.launches = launches
+        ctx.save_for_backward(q, k, v)
+        launches.counts["attention"] += 1
+        B, H, S, _ = q.shape
+        return q.new_empty(S, B, H, v.shape[-1]).permute(1, 2, 0, 3)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # The products of outputs and gradients, the gradients, and a conversion of those of q.
+        ctx.launches.counts["attention backward"] += 3
+        return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+class LibraryNorm(Function):
+    """torch's fused RMSNorm, which a CPU computes in many operations."""
+
+    @staticmethod
+    def forward(ctx, launches, x, weight):
+        ctx.launches = launches
+        ctx.save_for_backward(x, weight)
+        launches.counts["norm"] += 1
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # The gradient of the input, and that of the weight.
+        ctx.launches.counts["norm backward"] += 2
+        return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+def launches_of_a_step(encoding, backend, layers, grouped):
+    """Return the launches of a training step by operation."""
+    model = small_model(
+        position_encoding=encoding,
+        attention_backend=backend,
+        num_layers=layers,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2 if grouped else 4,
+    )
+    kernels = FusedKernels(position_update=True, swiglu=True)
+    built, layout = build(model, dtype=torch.bfloat16, fused=kernels)
+    engine = Engine(built, make_alone(model, train__precision="bf16"), layout)
+    launches = CountLaunches()
+
+    def library_attention(q, k, v, **options):
+        return LibraryAttention.apply(launches, q, k, v)
+
+    def library_norm(x, shape, weight, eps):
+        return LibraryNorm.apply(launches, x, weight)
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", library_attention),
+        mock.patch.object(F, "rms_norm", library_norm),
+        launches,
+        counting_triton(launches),
+    ):
+        engine.train_step([random_batch(1)], 0.01)
+    engine.close()
+    return launches.counts
+
+
+@pytest.mark.parametrize(
+    "encoding, backend, grouped, expected",
+    [
+        ("rope", "torch", False, 34),
+        ("rope", "torch", True, 36),
+        ("tape", "torch_wide", False, 46),
+        ("tape", "torch_wide", True, 48),
+        ("tape", "torch", False, 51),
+        ("tape", "triton", False, 45),
+    ],
+)
+def test_a_layer_launches_few_kernels(monkeypatch, encoding, backend, grouped, expected):
+    """The numbers are those of a layer and micro-batch, forward and backward; the update of the
+    weights adds nothing for each layer. Grouped queries are copied, and their gradients joined.
+    """
+    # As on a GPU where torch has cuDNN.
+    for module in (choice, model_backend, attention):
+        monkeypatch.setattr(module, "unsupported", lambda *arguments: None)
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    # The model is tiny; only the matrices of attention and of the MLP shall be large.
+    monkeypatch.setattr(gradients, "SMALL", 1000)
+    counts = [launches_of_a_step(encoding, backend, layers, grouped) for layers in (4, 3)]
+    of_a_layer = counts[0] - counts[1]
+    assert of_a_layer.total() == expected, of_a_layer
