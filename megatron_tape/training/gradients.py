@@ -116,10 +116,10 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-SMALL = 2**18
-"""Maximum number of elements of gradients that are accumulated together, in few kernels. Launching
-a kernel for each of them would take longer than adding them.
-"""
+SMALL = 2**14
+"""Maximum number of elements of gradients that are accumulated together, in few kernels: those of
+norms and of the encoding's small matrices. A kernel for each would take longer to launch than to
+run."""
 
 
 class _PendingReduceScatter(NamedTuple):
