@@ -6,6 +6,7 @@ function imports the modules of Megatron that it patches, so that a program does
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,75 @@ def reduce_tensors_of_any_strides() -> None:
 
     reduce = mappings._reduce
     mappings._reduce = lambda input_, group: reduce(input_.contiguous(), group)
+
+
+def send_through_cpu() -> None:
+    """Make pipeline stages send copies of their tensors on the CPU, and receive into such copies.
+
+    Gloo cannot send and receive tensors on a GPU, but all its collectives that this project uses
+    accept them. Only tests use gloo with a GPU. Unnecessary once gloo sends tensors on a GPU.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    for name in ("_batched_p2p_ops", "_p2p_ops"):
+        start = getattr(p2p_communication, name)
+        # A later call must not replace the functions again.
+        if not isinstance(start, functools.partial):
+            setattr(p2p_communication, name, functools.partial(_start_on_cpu, start))
+
+
+_TRANSFERS = ("send_prev", "recv_prev", "send_next", "recv_next")
+"""What Megatron's functions can start at once, in the order in which `_batched_p2p_ops` returns
+requests."""
+
+
+def _start_on_cpu(start: Callable, **arguments: Any) -> list | dict:
+    """Start sending and receiving with copies on the CPU, and return the requests.
+
+    `start` is one of Megatron's two functions that start it: `_batched_p2p_ops` returns a list of
+    requests, and `_p2p_ops` a dict. Their `arguments` are a tensor or None for each of
+    `_TRANSFERS`, with the prefix `tensor_`, and the ranks and the process group.
+    """
+    copies = {}
+    targets = {}
+    for transfer in _TRANSFERS:
+        tensor = arguments[f"tensor_{transfer}"]
+        if tensor is not None:
+            copies[transfer] = tensor.detach().to("cpu", copy=True)
+            arguments[f"tensor_{transfer}"] = copies[transfer]
+            if transfer.startswith("recv"):
+                targets[transfer] = tensor
+
+    requests = start(**arguments)
+    by_transfer = requests
+    if isinstance(requests, list):
+        by_transfer = dict(zip(copies, requests, strict=True))
+    staged = {
+        transfer: _RequestOnCpu(request, copies[transfer], targets.get(transfer))
+        for transfer, request in by_transfer.items()
+    }
+    if isinstance(requests, list):
+        return list(staged.values())
+    return staged
+
+
+class _RequestOnCpu:
+    """A request that sends a copy on the CPU, or receives into one. It has only the method that
+    Megatron's schedules call.
+    """
+
+    def __init__(self, request: dist.Work, copy: torch.Tensor, target: torch.Tensor | None):
+        self._request = request
+        self._copy = copy
+        self._target = target
+        """The tensor to which `wait` copies what was received; None if the request sends."""
+
+    def wait(self) -> None:
+        """Wait until the tensor is sent, or received and copied to its device."""
+        self._request.wait()
+        if self._target is not None:
+            # Megatron's tensors require gradients, and those must not be changed in place.
+            self._target.detach().copy_(self._copy)
 
 
 def load_cached_indices_with(load: Callable[..., np.ndarray]) -> None:
