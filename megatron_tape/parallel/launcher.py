@@ -19,6 +19,8 @@ FIX = (
 MOST_PROCESSES = 1_000_000
 """Largest rank or number of processes that is accepted."""
 LAST_PORT = 65535
+SHARED_GPU = "TAPE_TEST_RANKS_SHARE_GPU"
+"""Variable that only tests set; see `ranks_share_gpu`."""
 TRIES = 5
 """Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks
 start at once.
@@ -81,6 +83,26 @@ def restart_count() -> int:
     return environment_number(
         "SLURM_RESTART_COUNT", fix="unset it, or submit the job with a script in slurm/"
     )
+
+
+def ranks_share_gpu() -> bool:
+    """Return whether a test has set TAPE_TEST_RANKS_SHARE_GPU, in order to start several ranks on
+    one GPU.
+
+    All ranks then have LOCAL_RANK=0. They communicate through gloo, because NCCL refuses two ranks
+    on one GPU. Gloo copies all tensors to the CPU and back, which is slow. Raises ConfigError if
+    the variable is set outside of pytest.
+    """
+    if SHARED_GPU not in os.environ:
+        return False
+    # pytest sets this variable, and the processes that a test starts inherit it.
+    if "PYTEST_CURRENT_TEST" not in os.environ:
+        raise ConfigError(
+            SHARED_GPU,
+            "is set, but only tests may share a GPU, since that is slow",
+            "unset it, and start one process per GPU",
+        )
+    return True
 
 
 def check_launcher_environment() -> None:

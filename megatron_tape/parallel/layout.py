@@ -161,8 +161,8 @@ def initialize_distributed(
     """Initialize torch.distributed and Megatron's process groups, and return their layout.
 
     Ranks come from torchrun's variables; without them, this is a single process. The backend is
-    NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds them if a size
-    differs, which makes earlier layouts invalid.
+    NCCL with CUDA, except in tests whose ranks share a GPU, and gloo without. A later call reuses
+    the groups, or rebuilds them if a size differs, which makes earlier layouts invalid.
 
     Args:
         tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number
@@ -172,7 +172,8 @@ def initialize_distributed(
             WITHOUT_LIMIT if None.
 
     Raises:
-        ConfigError: if there are more processes on this node than GPUs.
+        ConfigError: if there are more processes on this node than GPUs, or if a variable is set
+            that only tests may set.
         NodeError: if this node cannot resolve the address of rank 0.
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
@@ -186,7 +187,7 @@ def initialize_distributed(
     if timeout is not None:
         group_timeout = timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
-        _initialize_process_group("nccl" if device.type == "cuda" else "gloo", group_timeout)
+        _initialize_process_group(_prepare_backend(device), group_timeout)
 
     groups = _megatron_groups(*sizes)
     # Set the timeout of all groups: Megatron creates groups with torch's default of 10 or 30
@@ -294,6 +295,21 @@ def _cuda_error() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "it finds 0 devices"
+
+
+def _prepare_backend(device: torch.device) -> str:
+    """Return the backend of process groups: NCCL for a GPU, and gloo for the CPU and for a GPU that
+    ranks share.
+
+    Gloo's collectives accept tensors on a GPU. It cannot send and receive them, so Megatron is
+    patched to send copies on the CPU.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    if not launcher.ranks_share_gpu():
+        return "nccl"
+    megatron_patches.send_through_cpu()
+    return "gloo"
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:

@@ -7,12 +7,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError, NodeError
 from megatron_tape.io.versions import cuda_build_fix
 from megatron_tape.parallel import launcher
 from megatron_tape.parallel import layout as layouts
+from megatron_tape.parallel.launcher import SHARED_GPU
 from megatron_tape.parallel.layout import (
     abort_process_groups,
     check_devices,
@@ -58,6 +60,62 @@ def test_process_groups_can_be_created_after_an_abort():
     again = initialize_distributed()
     assert again.any_rank(True)
     assert again.groups.tp is not layout.groups.tp
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Imitate a GPU, and return the functions that start sends and receives as they are then."""
+    monkeypatch.setattr(layouts, "_own_device", lambda: torch.device("cuda", 0))
+    for name in ("_batched_p2p_ops", "_p2p_ops"):
+        # monkeypatch restores the functions.
+        monkeypatch.setattr(p2p_communication, name, getattr(p2p_communication, name))
+    return lambda: (p2p_communication._batched_p2p_ops, p2p_communication._p2p_ops)
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Return the list of backends with which process groups are initialized, all of them gloo's."""
+    initialize = layouts._initialize_process_group
+    found = []
+
+    def recorded(backend, timeout):
+        found.append(backend)
+        initialize("gloo", timeout)
+
+    monkeypatch.setattr(layouts, "_initialize_process_group", recorded)
+    return found
+
+
+def test_a_gpu_uses_nccl_unless_a_test_shares_it(gpu, backends, monkeypatch):
+    before = gpu()
+    initialize_distributed()
+    assert gpu() == before
+    abort_process_groups()
+
+    monkeypatch.setenv(SHARED_GPU, "1")
+    initialize_distributed()
+    staged = gpu()
+    assert all(start.args == (original,) for start, original in zip(staged, before, strict=True))
+    abort_process_groups()
+
+    initialize_distributed()
+    assert gpu() == staged
+    assert backends == ["nccl", "gloo", "gloo"]
+
+
+def test_ranks_share_a_gpu_only_in_tests(gpu, backends, monkeypatch):
+    monkeypatch.setenv(SHARED_GPU, "1")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with pytest.raises(ConfigError, match=f"{SHARED_GPU} is set, but only tests may"):
+        initialize_distributed()
+    assert backends == []
+
+
+def test_a_process_on_the_cpu_ignores_that_ranks_share_a_gpu(backends, monkeypatch):
+    monkeypatch.setenv(SHARED_GPU, "1")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    initialize_distributed()
+    assert backends == ["gloo"]
 
 
 def test_an_unresolvable_address_of_rank_0_is_refused(monkeypatch):
