@@ -18,11 +18,12 @@ from unittest import mock
 
 import torch
 
+from megatron_tape.parallel.launcher import SHARED_GPU
+
 TESTS = Path(__file__).parent
+ON_GPU = os.environ.get("TESTS_ON") == "gpu"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 IN_PROCESSES = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(
         [
@@ -33,25 +34,50 @@ IN_PROCESSES = {
     ),
     "PYTHONWARNINGS": "ignore",
 }
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 FORKS = multiprocessing.get_context("forkserver")
+SPAWNS = multiprocessing.get_context("spawn")
+"""Starts processes that may use a GPU. Imports can initialize CUDA, which forks cannot use then."""
 FORKS.set_forkserver_preload(
     ["launch", "megatron_tape.training.trainer", "megatron_tape.evaluation.training_model"]
 )
 
 
 def alone():
-    """Return the environment without variables of a launcher, which earlier runs in this process
-    may have set.
+    """Return the environment of a process on the CPU, without variables of a launcher, which
+    earlier runs in this process may have set.
     """
+    return without_launcher() | ON_CPU
+
+
+def without_launcher():
     return {
         name: value for name, value in os.environ.items() if name not in LAUNCHER
     } | IN_PROCESSES
 
 
 def environment(rank, size, port):
-    """Return the environment of a rank."""
+    """Return the environment of a rank on the CPU."""
     values = (rank, rank, size, "127.0.0.1", port)
     return alone() | dict(zip(LAUNCHER, map(str, values)))
+
+
+def environment_on_device(rank, size, port):
+    """Return the environment of a rank that has a GPU of its own, or shares the only GPU or, without
+    a GPU, the CPU.
+    """
+    gpus = os.environ["TESTED_GPUS"].split(",")[:size] if ON_GPU else []
+    local_rank = rank
+    variables = {}
+    if len(gpus) < size:
+        local_rank = 0
+        variables[SHARED_GPU] = "1"
+    values = (rank, local_rank, size, "127.0.0.1", port)
+    variables |= dict(zip(LAUNCHER, map(str, values)))
+    variables["LOCAL_WORLD_SIZE"] = str(size)
+    if not ON_GPU:
+        return alone() | variables
+    return without_launcher() | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | variables
 
 
 def free_port():
@@ -69,13 +95,17 @@ def start(call, arguments, log, environment, folder="."):
     """Start call(*arguments) in a process with this environment and working directory; its output
     is added to `log`.
     """
-    with mock.patch.dict(os.environ, alone(), clear=True):
-        multiprocessing.forkserver.ensure_running()
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = FORKS.Process(
-        target=_begin, args=(call, arguments, log, environment, os.path.abspath(folder))
-    )
-    process.start()
+    given = {"target": _begin, "args": (call, arguments, log, environment, os.path.abspath(folder))}
+    if environment["CUDA_VISIBLE_DEVICES"]:
+        process = SPAWNS.Process(**given)
+        with mock.patch.dict(os.environ, environment, clear=True):
+            process.start()
+    else:
+        with mock.patch.dict(os.environ, alone(), clear=True):
+            multiprocessing.forkserver.ensure_running()
+        process = FORKS.Process(**given)
+        process.start()
     process.poll = lambda: process.exitcode
     return process
 
@@ -119,31 +149,40 @@ def _case(module, folder, arguments):
 
 def run_group(module, size, *arguments, timeout=600):
     """Run `module`.main(folder, *arguments) on `size` ranks; return what rank 0's call returned."""
-    folder = Path(tempfile.mkdtemp(prefix="group-"))
-    port = free_port()
-    logs = [folder / f"rank{rank}.log" for rank in range(size)]
-    given = (module, folder, list(map(str, arguments)))
-    processes = [
-        start(_case, given, log, environment(rank, size, port), folder)
-        for rank, log in enumerate(logs)
-    ]
+    return run_groups(module, [size], *arguments, timeout=timeout)[0]
+
+
+def run_groups(module, sizes, *arguments, timeout=600, of_rank=environment):
+    """As `run_group`, with groups of several sizes at the same time; return their results.
+
+    `of_rank` returns the environment of a rank.
+    """
+    folders = [Path(tempfile.mkdtemp(prefix="group-")) for _ in sizes]
+    processes = {}
+    for folder, size in zip(folders, sizes):
+        port = free_port()
+        given = (module, folder, list(map(str, arguments)))
+        for rank in range(size):
+            log = folder / f"rank{rank}.log"
+            processes[log] = start(_case, given, log, of_rank(rank, size, port), folder)
     deadline = time.monotonic() + timeout
     try:
-        while any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+        while any(process.is_alive() for process in processes.values()):
+            if any(process.exitcode for process in processes.values()):
+                break
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.join()
-    if any(process.exitcode for process in processes):
-        culprit = next(
-            (r for r, p in enumerate(processes) if p.exitcode not in (0, -9)),
-            0,
-        )
-        tail = logs[culprit].read_text()[-6000:]
+    failed = [log for log, process in processes.items() if process.exitcode]
+    if failed:
+        # The ranks that were killed here end with -9.
+        culprit = next((log for log in failed if processes[log].exitcode != -9), failed[0])
         raise AssertionError(
-            f"rank {culprit} of {module} ended with {processes[culprit].exitcode}:\n{tail}"
+            f"{culprit} of {module} ended with {processes[culprit].exitcode}:\n"
+            f"{culprit.read_text()[-6000:]}"
         )
-    return torch.load(folder / "result.pt", weights_only=True)
+    return [torch.load(folder / "result.pt", weights_only=True) for folder in folders]

@@ -37,10 +37,6 @@ def test_every_layout_equals_one_process(equal, size, layout):
     assert_equals_one_process(equal, size, "tp{}_cp{}_zero{}".format(*layout))
 
 
-def test_zero_3_with_all_parameters_partitioned_equals_one_process(equal):
-    assert_equals_one_process(equal, 2, "gathered")
-
-
 def test_muon_trains_differently_from_adamw(equal):
     muon = equal[1]["muon"]
     adamw = equal[1]["tp1_cp1_zero1"]

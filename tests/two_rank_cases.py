@@ -1,0 +1,146 @@
+"""Train under every layout of two ranks, and on one process; see gpu/test_two_ranks.py."""
+
+import os
+import time
+from pathlib import Path
+
+from launch import ON_GPU
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from training_cases import cp, gathering_all, option, tp, whole_state, without_speed, zero
+from training_cases import run as train
+
+from megatron_tape.parallel import megatron_patches
+
+STEPS = 3
+ROPE = option("model.position_encoding", "rope")
+BF16 = option("train.precision", "bf16")
+TWO_STAGES = option("parallel.pipeline_model_parallel_size", 2)
+FP32_LAYOUTS = {
+    "zero3": ("tape", [zero(3)]),
+    "pp2": ("tape", [TWO_STAGES]),
+    "tp2_zero3": ("tape", [tp(2), zero(3)]),
+    "tp2_without_sp": ("rope", [tp(2), option("parallel.sequence_parallel", "false")]),
+    "zero1": ("tape", [zero(1)]),
+    "cp2_zero2": ("tape", [cp(2), zero(2)]),
+    "pp2_v2": ("tape", [TWO_STAGES, option("parallel.virtual_pipeline_size", 2)]),
+}
+"""Layouts of two ranks, each with the run on one process that it must equal. Ranks that are neither
+tensor nor context parallel nor pipeline stages are data parallel.
+"""
+BF16_LAYOUTS = {"tp2_bf16": ("tape_bf16", [tp(2)])}
+if ON_GPU:
+    # Without a GPU, other tests train such layouts in bf16.
+    BF16_LAYOUTS |= {
+        "pp2_bf16": ("tape_bf16", [TWO_STAGES]),
+        "cp2_zero3_bf16": ("tape_bf16", [cp(2), zero(3)]),
+    }
+LAYOUTS = FP32_LAYOUTS | BF16_LAYOUTS
+SINGLE = {"tape": [], "rope": [ROPE], "tape_bf16": [BF16]}
+"""Runs on one process."""
+RESUMED = ("zero3", "pp2", "tp2_zero3")
+"""Layouts whose checkpoint of step 2 is also resumed by one process."""
+
+
+def settings(run):
+    """Return the settings of a run on one process, which its layouts share."""
+    chosen = [
+        *SINGLE[run],
+        option("model.num_layers", 4),
+        option("train.steps", STEPS),
+        option("train.eval_interval", STEPS),
+        option("train.micro_batch_size", 1),
+        option("checkpoint.interval", 1),
+        option("checkpoint.keep", STEPS),
+        # The norm is rounded differently, and so would be clipped gradients.
+        option("optimizer.clip_grad", 0.0),
+        # Adam's usual eps would turn gradients that are only rounding errors into full steps.
+        option("optimizer.eps", 1e-6),
+    ]
+    if ON_GPU:
+        # Half of the heads and groups needs the same kernels.
+        chosen += [
+            option("model.hidden_size", 256),
+            option("model.ffn_hidden_size", 512),
+            option("model.num_attention_heads", 8),
+            option("model.num_query_groups", 4),
+            option("model.seq_length", 128),
+            option("model.init_std", 0.05),
+            option("optimizer.lr", 0.002),
+        ]
+    if ON_GPU and run != "rope":
+        chosen.append(option("model.attention_backend", "triton"))
+    return chosen
+
+
+def run(folder, name, data, single, *overrides):
+    """Train in `folder`/`name`; return the metrics, the gradients of the first step, and the state
+    after the last one.
+    """
+    prefix = option("data.prefix", f"{data}/a")
+    # ZeRO 3 would replicate the small parameters, which on the CPU are all.
+    with gathering_all():
+        rows = train(folder, name, prefix, *settings(single), *overrides)
+    found = {"rows": without_speed(rows), "state": whole_state(folder, name, STEPS)}
+    # A resumed run has no checkpoint of the first step.
+    if len(rows) == STEPS:
+        state = whole_state(folder, name, 1)
+        # After the first step, the first moments are a tenth of the gradients.
+        found["gradients"] = {
+            key: value for key, value in state.items() if key.startswith("exp_avg/")
+        }
+    return found
+
+
+def refuse_unless_copied():
+    """Make Megatron's functions refuse to send and receive its own tensors, as gloo does on a GPU.
+
+    `send_through_cpu` then makes Megatron send and receive copies.
+    """
+    communicate = P2PCommunicator._communicate
+
+    def marked(self, **arguments):
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if arguments[name] is not None:
+                arguments[name].of_megatron = True
+        return communicate(self, **arguments)
+
+    def refusing(start):
+        def start_or_refuse(**arguments):
+            for name, tensor in arguments.items():
+                if name.startswith("tensor_") and tensor is not None:
+                    # Only tensors that Megatron has created to receive into require gradients.
+                    if tensor.requires_grad or hasattr(tensor, "of_megatron"):
+                        raise RuntimeError("this tensor cannot be sent or received")
+            return start(**arguments)
+
+        return start_or_refuse
+
+    P2PCommunicator._communicate = marked
+    p2p_communication._batched_p2p_ops = refusing(p2p_communication._batched_p2p_ops)
+    p2p_communication._p2p_ops = refusing(p2p_communication._p2p_ops)
+    megatron_patches.send_through_cpu()
+
+
+def main(folder, data):
+    """Run all cases of this number of ranks in a folder that both groups share."""
+    folder = f"{data}/runs"
+    found = {}
+    if os.environ["WORLD_SIZE"] == "2":
+        if not ON_GPU:
+            refuse_unless_copied()
+        for name, (single, overrides) in LAYOUTS.items():
+            found[name] = run(folder, name, data, single, *overrides)
+        return found
+
+    for name in SINGLE:
+        found[name] = run(folder, name, data, name)
+    for name in RESUMED:
+        saved = Path(folder, name, "checkpoints", f"step-{STEPS - 1:08d}")
+        # If the two ranks fail, the test ends this process.
+        while not saved.exists():
+            time.sleep(0.1)
+        single, _ = LAYOUTS[name]
+        resume = option("checkpoint.resume", saved)
+        found[f"{name}_resumed"] = run(folder, f"{name}_resumed", data, single, resume)
+    return found
