@@ -63,8 +63,8 @@ def environment(rank, size, port):
 
 
 def environment_on_device(rank, size, port):
-    """Return the environment of a rank that has a GPU of its own, or shares the only GPU or, without
-    a GPU, the CPU.
+    """Return the environment of a rank that has a GPU of its own, or shares the only GPU, or shares
+    the CPU if there is none.
     """
     gpus = os.environ["TESTED_GPUS"].split(",")[:size] if ON_GPU else []
     local_rank = rank

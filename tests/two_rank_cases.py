@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from launch import ON_GPU
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,12 +19,12 @@ ROPE = option("model.position_encoding", "rope")
 BF16 = option("train.precision", "bf16")
 TWO_STAGES = option("parallel.pipeline_model_parallel_size", 2)
 FP32_LAYOUTS = {
-    "zero3": ("tape", [zero(3)]),
-    "pp2": ("tape", [TWO_STAGES]),
     "tp2_zero3": ("tape", [tp(2), zero(3)]),
-    "tp2_without_sp": ("rope", [tp(2), option("parallel.sequence_parallel", "false")]),
-    "zero1": ("tape", [zero(1)]),
+    "zero3": ("tape", [zero(3)]),
     "cp2_zero2": ("tape", [cp(2), zero(2)]),
+    "zero1": ("tape", [zero(1)]),
+    "tp2_without_sp": ("rope", [tp(2), option("parallel.sequence_parallel", "false")]),
+    "pp2": ("tape", [TWO_STAGES]),
     "pp2_v2": ("tape", [TWO_STAGES, option("parallel.virtual_pipeline_size", 2)]),
 }
 """Layouts of two ranks, each with the run on one process that it must equal. Ranks that are neither
@@ -38,7 +40,7 @@ if ON_GPU:
 LAYOUTS = FP32_LAYOUTS | BF16_LAYOUTS
 SINGLE = {"tape": [], "rope": [ROPE], "tape_bf16": [BF16]}
 """Runs on one process."""
-RESUMED = ("zero3", "pp2", "tp2_zero3")
+RESUMED = ("tp2_zero3", "zero3", "pp2")
 """Layouts whose checkpoint of step 2 is also resumed by one process."""
 
 
@@ -50,6 +52,8 @@ def settings(run):
         option("train.steps", STEPS),
         option("train.eval_interval", STEPS),
         option("train.micro_batch_size", 1),
+        # Longer than kernels take to compile.
+        option("train.hang_timeout", 60),
         option("checkpoint.interval", 1),
         option("checkpoint.keep", STEPS),
         # The norm is rounded differently, and so would be clipped gradients.
@@ -73,23 +77,38 @@ def settings(run):
     return chosen
 
 
-def run(folder, name, data, single, *overrides):
-    """Train in `folder`/`name`; return the metrics, the gradients of the first step, and the state
-    after the last one.
+def run(folder, name, single, *overrides):
+    """Train in `folder`/`name` unless an earlier group has; save the metrics, the gradients of the
+    first step, and the state after the last one.
     """
-    prefix = option("data.prefix", f"{data}/a")
+    result = result_path(folder, name)
+    if result.exists():
+        return
     # ZeRO 3 would replicate the small parameters, which on the CPU are all.
     with gathering_all():
-        rows = train(folder, name, prefix, *settings(single), *overrides)
+        rows = train(
+            folder,
+            name,
+            option("data.prefix", f"{folder}/data"),
+            *settings(single),
+            *overrides,
+        )
     found = {"rows": without_speed(rows), "state": whole_state(folder, name, STEPS)}
     # A resumed run has no checkpoint of the first step.
     if len(rows) == STEPS:
-        state = whole_state(folder, name, 1)
         # After the first step, the first moments are a tenth of the gradients.
+        first = whole_state(folder, name, 1)
         found["gradients"] = {
-            key: value for key, value in state.items() if key.startswith("exp_avg/")
+            key: value for key, value in first.items() if key.startswith("exp_avg/")
         }
-    return found
+    if dist.get_rank() == 0:
+        # Renamed, so that the file is always complete.
+        torch.save(found, result.with_suffix(".partial"))
+        os.rename(result.with_suffix(".partial"), result)
+
+
+def result_path(folder, name):
+    return Path(folder, f"{name}.pt")
 
 
 def refuse_unless_copied():
@@ -122,25 +141,27 @@ def refuse_unless_copied():
     megatron_patches.send_through_cpu()
 
 
-def main(folder, data):
-    """Run all cases of this number of ranks in a folder that both groups share."""
-    folder = f"{data}/runs"
-    found = {}
+def main(_, folder, *failed):
+    """Run all cases of this number of ranks, except the layouts that have failed before.
+
+    Both groups share the folder.
+    """
     if os.environ["WORLD_SIZE"] == "2":
         if not ON_GPU:
             refuse_unless_copied()
         for name, (single, overrides) in LAYOUTS.items():
-            found[name] = run(folder, name, data, single, *overrides)
-        return found
+            if name not in failed:
+                run(folder, name, single, *overrides)
+        return
 
     for name in SINGLE:
-        found[name] = run(folder, name, data, name)
+        run(folder, name, name)
     for name in RESUMED:
-        saved = Path(folder, name, "checkpoints", f"step-{STEPS - 1:08d}")
-        # If the two ranks fail, the test ends this process.
-        while not saved.exists():
+        if name in failed:
+            continue
+        # The two ranks write this after the checkpoints. If they fail, the test ends this process.
+        while not result_path(folder, name).exists():
             time.sleep(0.1)
         single, _ = LAYOUTS[name]
-        resume = option("checkpoint.resume", saved)
-        found[f"{name}_resumed"] = run(folder, f"{name}_resumed", data, single, resume)
-    return found
+        saved = Path(folder, name, "checkpoints", f"step-{STEPS - 1:08d}")
+        run(folder, f"{name}_resumed", single, option("checkpoint.resume", saved))

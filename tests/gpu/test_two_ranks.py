@@ -11,7 +11,7 @@ import torch
 from datasets_for_tests import write_dataset
 from launch import environment_on_device, run_groups
 from training_cases import assert_close, assert_same_state
-from two_rank_cases import BF16_LAYOUTS, FP32_LAYOUTS, RESUMED, STEPS
+from two_rank_cases import BF16_LAYOUTS, FP32_LAYOUTS, LAYOUTS, RESUMED, STEPS, result_path
 
 pytestmark = pytest.mark.gpu
 
@@ -25,13 +25,36 @@ FLOOR = 1e-3
 """Relative error in bf16 that is always allowed."""
 
 
+ATTEMPTS = 3
+"""A group that fails is started again without the layout that failed, so that a trial of a GPU
+learns of the others."""
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """The results of all layouts of two ranks and of one process, which runs at the same time."""
+def result(tmp_path_factory):
+    """Return a function for the results of a layout, or of a run on one process.
+
+    Both groups run at the same time.
+    """
     folder = tmp_path_factory.mktemp("two_ranks")
-    write_dataset(folder / "a", documents=600)
-    of_two, of_one = run_groups("two_rank_cases", [2, 1], folder, of_rank=environment_on_device)
-    return of_two | of_one
+    write_dataset(folder / "data", documents=600)
+    failures = {}
+    for _ in range(ATTEMPTS):
+        try:
+            run_groups("two_rank_cases", [2, 1], folder, *failures, of_rank=environment_on_device)
+            break
+        except AssertionError as error:
+            missing = [name for name in LAYOUTS if not result_path(folder, name).exists()]
+            failed = next((name for name in missing if name not in failures), "one process")
+            failures[failed] = str(error)
+
+    def load(name):
+        path = result_path(folder, name)
+        if path.exists():
+            return torch.load(path, weights_only=True)
+        pytest.fail(failures.get(name, f"{name} was not reached; failures: {failures}"))
+
+    return load
 
 
 def relative_error(found, expected):
@@ -56,22 +79,23 @@ def total_error(found, expected, kind):
 
 
 @pytest.mark.parametrize("layout", FP32_LAYOUTS)
-def test_two_ranks_equal_one_process(results, layout):
-    found = results[layout]
+def test_two_ranks_equal_one_process(result, layout):
+    found = result(layout)
     single, _ = FP32_LAYOUTS[layout]
-    expected = results[single]
+    expected = result(single)
     assert_close(found["rows"], expected["rows"], STEPS)
     errors = relative_errors(found["gradients"], expected["gradients"])
+    print(f"{layout}: largest error of a gradient {max(errors.values()):.0e}")
     wrong = {key: error for key, error in errors.items() if not error < GRADIENT_ERROR}
     assert not wrong
     assert_same_state(found["state"], expected["state"])
 
 
 @pytest.mark.parametrize("layout", BF16_LAYOUTS)
-def test_two_ranks_in_bf16_have_at_most_twice_the_error_of_one_process(results, layout):
-    exact = results["tape"]
-    found = results[layout]
-    single = results["tape_bf16"]
+def test_two_ranks_in_bf16_have_at_most_twice_the_error_of_one_process(result, layout):
+    exact = result("tape")
+    found = result(layout)
+    single = result("tape_bf16")
 
     for row, other in zip(found["rows"], exact["rows"], strict=True):
         for key in NEAR.keys() & other.keys():
@@ -89,17 +113,17 @@ def test_two_ranks_in_bf16_have_at_most_twice_the_error_of_one_process(results, 
     assert not wrong
 
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        error, allowed_error = (
-            total_error(run["state"], exact["state"], kind) for run in (found, single)
-        )
+        error = total_error(found["state"], exact["state"], kind)
+        allowed_error = total_error(single["state"], exact["state"], kind)
+        print(f"{layout}: error of all {kind} {error:.1e}, of one process {allowed_error:.1e}")
         assert error <= 2 * allowed_error + FLOOR, kind
 
 
 @pytest.mark.parametrize("layout", RESUMED)
-def test_one_process_resumes_a_checkpoint_of_two_ranks(results, layout):
-    resumed = results[f"{layout}_resumed"]
+def test_one_process_resumes_a_checkpoint_of_two_ranks(result, layout):
+    resumed = result(f"{layout}_resumed")
     single, _ = FP32_LAYOUTS[layout]
-    expected = results[single]
+    expected = result(single)
     (row,) = resumed["rows"]
     other = expected["rows"][-1]
     assert row["step"] == other["step"] == STEPS
