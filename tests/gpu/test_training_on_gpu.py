@@ -3,19 +3,18 @@ CPU.
 
 A small model learns real text with `pretrain.train`: Megatron's layers and datasets, DeepSpeed's
 ZeRO and, on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32,
-one or several GPUs must reproduce the CPU's figures; in bf16, under ZeRO 2 and 3, with packed
-documents and with recomputation, they must be close. Without a GPU, Triton interprets the kernels,
-and two steps are taken. The most important of these tests form a part of `benchmarks.gpu_trial`.
+the GPU must reproduce the CPU's figures; in bf16, under ZeRO 2 and 3, with packed documents and
+with recomputation, they must be close. Without a GPU, Triton interprets the kernels, and two steps
+are taken. The most important of these tests form a part of `benchmarks.gpu_trial`.
 """
 
 import math
-import os
 import statistics
 
 import pytest
 import torch
 import training_runs
-from training_runs import BACKEND, GRADIENTS, ON_GPU, RUNS, SIZE, TOGETHER, Side
+from training_runs import BACKEND, GRADIENTS, ON_GPU, RUNS, SIZE, Side
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
@@ -53,11 +52,11 @@ def expected(folder, request):
         if item.module is request.module
     ]
     required = dict.fromkeys(
-        name if name in GRADIENTS else (RUNS | TOGETHER)[name].expected
+        name if name in GRADIENTS else RUNS[name].expected
         for name in names
-        if name in RUNS or name in TOGETHER or name in GRADIENTS
+        if name in RUNS or name in GRADIENTS
     )
-    program = training_runs.start(folder, "cpu", list(required))
+    program = training_runs.start(folder, list(required))
     yield lambda name: Side(folder, "cpu").result(name, program)
     program.kill()
     program.wait()
@@ -141,16 +140,3 @@ def test_gradients_have_at_most_twice_the_error_of_plain_torch(name, dtype, devi
     assert not wrong, f"plain torch: { ({name: plain[name] for name in wrong}) }"
     strange = {name: error for name, error in plain.items() if not error <= PLAIN[dtype]}
     assert not strange, "plain torch itself differs from the CPU"
-
-
-@pytest.mark.parametrize("name", map(slow, TOGETHER))
-def test_several_processes_have_the_losses_of_one(name, device, folder, expected):
-    if ON_GPU:
-        processes = min(len(os.environ["TESTED_GPUS"].split(",")), SIZE.batch)
-    else:
-        processes = 2
-    if processes < 2:
-        pytest.skip("there is one GPU")
-    together = 1 << (processes.bit_length() - 1)
-    rows = device.result(name, training_runs.start(folder, "device", [name], together))
-    assert_close(rows, expected(TOGETHER[name].expected), TOGETHER[name].tolerance)

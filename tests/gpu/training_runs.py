@@ -1,10 +1,10 @@
 """Small training runs of TAPE and RoPE, on a GPU and, for comparison, on the CPU; see
 test_training_on_gpu.py.
 
-    python tests/gpu/training_runs.py FOLDER cpu|device NAME...        computes the named results
+    python tests/gpu/training_runs.py FOLDER NAME...        computes the named results on the CPU
 
-`cpu` is plain torch; `device` is the GPU with the fused kernels or, without a GPU, the CPU, where
-Triton interprets them. Results are files in FOLDER, so that processes can wait for each other.
+The results are files in FOLDER, for which the process of the tests waits. It trains on the GPU with
+the fused kernels or, without a GPU, on the CPU, where Triton interprets them.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_tape.position import model_config
@@ -44,7 +43,6 @@ class Size:
     seq_length: int
     batch: int
     micro_batch: int
-    """Size on one process; each of several processes takes its share of the batch at once."""
     steps: int
     text_bytes: int
     document: int
@@ -93,7 +91,6 @@ ZERO = "--deepspeed.zero_stage={}".format
 BF16 = "--train.precision=bf16"
 PACKED = "--data.reset_attention_mask=true"
 RECOMPUTED = "--train.recompute=full"
-TENSOR_PARALLEL = "--parallel.tensor_model_parallel_size=2"
 
 RUNS = {
     "tape fp32": Run("tape fp32", SAME, (ZERO(1),)),
@@ -106,12 +103,7 @@ RUNS = {
         "tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)
     ),
 }
-"""Runs of one process, the most important first."""
-TOGETHER = {
-    "tape fp32 data parallel": Run("tape fp32", SAME, (ZERO(2),)),
-    "tape fp32 tensor parallel": Run("tape fp32", SAME, (ZERO(1), TENSOR_PARALLEL)),
-}
-"""Runs of several processes."""
+"""The runs, the most important first."""
 GRADIENTS = ("gradients of tape", "gradients of rope", "gradients of tape packed")
 
 
@@ -122,8 +114,6 @@ class Side:
         self.folder = folder
         self.on_device = name == "device"
         self.results = folder / name
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.processes = int(os.environ.get("WORLD_SIZE", "1"))
 
     def result(self, name: str, program: subprocess.Popen) -> object:
         """Wait for the result of `name` that the process `program` computes, and return it."""
@@ -141,10 +131,9 @@ class Side:
             found = self.gradients(name, torch.float64, "naive")
         else:
             found = self.train(name)
-        if self.rank == 0:
-            path = self.results / f"{name}.pt"
-            torch.save(found, path.with_suffix(".partial"))
-            os.rename(path.with_suffix(".partial"), path)
+        path = self.results / f"{name}.pt"
+        torch.save(found, path.with_suffix(".partial"))
+        os.rename(path.with_suffix(".partial"), path)
 
     def directory(self, name: str) -> Path:
         """Return the directory of a run."""
@@ -165,22 +154,15 @@ class Side:
         """
         from pretrain import train
 
-        run = (RUNS | TOGETHER)[name]
+        run = RUNS[name]
         backend = self.backend(run.encoding, "bf16" if BF16 in run.options else "fp32")
         arguments = ["--config", str(self.folder / f"{run.encoding}.yaml"), *run.options]
         arguments += [
             f"--logging.directory={self.directory(name)}",
             f"--model.attention_backend={backend}",
         ]
-        if self.processes > 1:
-            share = 2 if TENSOR_PARALLEL in run.options else 1
-            arguments += [
-                f"--train.micro_batch_size={max(1, SIZE.batch * share // self.processes)}"
-            ]
         status = train.main(arguments)
         assert status == 0, f"{name} ended with status {status}"
-        if dist.is_initialized():
-            dist.barrier()
         rows = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(row) for row in rows]
 
@@ -241,31 +223,17 @@ class Side:
         return {name: x.detach().double().cpu() for name, x in (found | {"loss": loss}).items()}
 
 
-def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subprocess.Popen:
-    """Start one process, or several in one process group, that compute the named results."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    launcher.append(f"--nproc-per-node={processes}")
-    command = [
-        sys.executable,
-        *(launcher if processes > 1 else []),
-        __file__,
-        str(folder),
-        side,
-        *names,
-    ]
+def start(folder: Path, names: list[str]) -> subprocess.Popen:
+    """Start a process that computes the named results on the CPU."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    if side == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // 2) if ON_GPU else 1
-        variables |= {
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": str(threads),
-        }
-    elif ON_GPU:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-            os.environ["TESTED_GPUS"].split(",")[:processes]
-        )
+    threads = max(1, (os.cpu_count() or 1) // 2) if ON_GPU else 1
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, __file__, str(folder), *names]
     return subprocess.Popen(command, env=variables, cwd=folder)
 
 
@@ -346,14 +314,10 @@ def write_start(folder: Path, encoding: str) -> None:
 
 def main() -> None:
     """Compute the results that the command line names."""
-    folder, name, *names = sys.argv[1:]
-    side = Side(Path(folder), name)
-    if side.on_device and not ON_GPU:
-        from megatron_tape.ops import parity
-
-        parity.LENGTH = 17  # the interpreted check of the kernels would take minutes
-    for each in names:
-        side.compute(each)
+    folder, *names = sys.argv[1:]
+    side = Side(Path(folder), "cpu")
+    for name in names:
+        side.compute(name)
 
 
 if __name__ == "__main__":
