@@ -97,7 +97,7 @@ def start(call, arguments, log, environment, folder="."):
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     given = {"target": _begin, "args": (call, arguments, log, environment, os.path.abspath(folder))}
-    if environment["CUDA_VISIBLE_DEVICES"]:
+    if environment.get("CUDA_VISIBLE_DEVICES"):
         process = SPAWNS.Process(**given)
         with mock.patch.dict(os.environ, environment, clear=True):
             process.start()

@@ -52,8 +52,6 @@ def settings(run):
         option("train.steps", STEPS),
         option("train.eval_interval", STEPS),
         option("train.micro_batch_size", 1),
-        # Longer than kernels take to compile.
-        option("train.hang_timeout", 60),
         option("checkpoint.interval", 1),
         option("checkpoint.keep", STEPS),
         # The norm is rounded differently, and so would be clipped gradients.
@@ -69,8 +67,11 @@ def settings(run):
             option("model.num_attention_heads", 8),
             option("model.num_query_groups", 4),
             option("model.seq_length", 128),
+            option("model.vocab_size", 512),
             option("model.init_std", 0.05),
             option("optimizer.lr", 0.002),
+            # Longer than kernels take to compile. A rank that hangs then writes its stacks.
+            option("train.hang_timeout", 60),
         ]
     if ON_GPU and run != "rope":
         chosen.append(option("model.attention_backend", "triton"))

@@ -99,7 +99,8 @@ def send_through_cpu() -> None:
 
 _TRANSFERS = ("send_prev", "recv_prev", "send_next", "recv_next")
 """What Megatron's functions can start at once, in the order in which `_batched_p2p_ops` returns
-requests."""
+requests.
+"""
 
 
 def _start_on_cpu(start: Callable, **arguments: Any) -> list | dict:
@@ -112,21 +113,25 @@ def _start_on_cpu(start: Callable, **arguments: Any) -> list | dict:
     copies = {}
     targets = {}
     for transfer in _TRANSFERS:
-        tensor = arguments[f"tensor_{transfer}"]
-        if tensor is not None:
-            copies[transfer] = tensor.detach().to("cpu", copy=True)
-            arguments[f"tensor_{transfer}"] = copies[transfer]
-            if transfer.startswith("recv"):
-                targets[transfer] = tensor
+        name = f"tensor_{transfer}"
+        tensor = arguments[name]
+        if tensor is None:
+            continue
+        copy = tensor.detach().to("cpu", copy=True)
+        copies[transfer] = copy
+        arguments[name] = copy
+        if transfer.startswith("recv"):
+            targets[transfer] = tensor
 
     requests = start(**arguments)
     by_transfer = requests
     if isinstance(requests, list):
         by_transfer = dict(zip(copies, requests, strict=True))
-    staged = {
-        transfer: _RequestOnCpu(request, copies[transfer], targets.get(transfer))
-        for transfer, request in by_transfer.items()
-    }
+    staged = {}
+    for transfer, request in by_transfer.items():
+        copy = copies[transfer]
+        target = targets.get(transfer)
+        staged[transfer] = _RequestOnCpu(request, copy, target)
     if isinstance(requests, list):
         return list(staged.values())
     return staged

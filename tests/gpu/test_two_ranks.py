@@ -23,11 +23,10 @@ NEAR = {"train/loss": 0.005, "train/grad_norm": 0.05, "validation/loss": 0.005}
 """
 FLOOR = 1e-3
 """Relative error in bf16 that is always allowed."""
-
-
 ATTEMPTS = 3
 """A group that fails is started again without the layout that failed, so that a trial of a GPU
-learns of the others."""
+learns of the others.
+"""
 
 
 @pytest.fixture(scope="module")
