@@ -2,7 +2,7 @@
 
 It is a RoPE model of the same sizes as this project's, with torch's SDPA. torch's fused AdamW
 trains fp32 weights with gradients clipped to a norm of 1; with bf16, the forward and backward pass
-use a bf16 copy of the weights.
+use a bf16 copy of the weights. Optionally, torch.compile compiles its layers and its loss.
 """
 
 import torch
@@ -15,6 +15,8 @@ from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.training.engine import StepResult
 
 BASELINE = "transformers"
+COMPILED = "transformers compiled"
+"""The name of the baseline with torch.compile."""
 
 
 class Llama(nn.Module):
@@ -40,10 +42,25 @@ class Llama(nn.Module):
         )
         with device:  # initializing on the CPU takes long
             self.llama = LlamaForCausalLM(config).to(dtype)
+        self.loss = self._loss
+
+    def compile_parts(self) -> None:
+        """Let torch.compile compile the layers, which share one compilation, and the output layer
+        with the loss.
+        """
+        # On a CPU, only to test that the model can be compiled: inductor would need a minute.
+        on_gpu = self.llama.device.type == "cuda"
+        backend = "inductor" if on_gpu else "aot_eager"
+        for layer in self.llama.model.layers:
+            layer.compile(backend=backend)
+        self.loss = torch.compile(self._loss, backend=backend)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        # The loss is in fp32, as in training.
-        logits = self.llama(tokens).logits.float()
+        return self.loss(self.llama.model(tokens).last_hidden_state, labels)
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss, in fp32 as in training, of the last hidden states (B, S, C)."""
+        logits = self.llama.lm_head(hidden).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -90,17 +107,19 @@ class PlainEngine:
 
 class Baseline(MeasuredModel):
     """The baseline with its optimizer, measured like this project's models. `config` is that of the
-    RoPE model with the same sizes.
+    RoPE model with the same sizes; `compiled` is whether torch.compile compiles the model.
     """
 
-    def __init__(self, config: RunConfig, layout: ParallelLayout):
+    def __init__(self, config: RunConfig, layout: ParallelLayout, compiled: bool = False):
         # Not `super()`, which would build a model of this project.
-        self.name = BASELINE
+        self.name = COMPILED if compiled else BASELINE
         self.config = config
         self.layout = layout
         seed_everything(config.train.seed)
         dtype = dtype_of(config)
         self.model = Llama(config.model, dtype, layout.device)
+        if compiled:
+            self.model.compile_parts()
         self.batches = random_batches(config, layout)
         self.engine = PlainEngine(self.model, dtype)
 

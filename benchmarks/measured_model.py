@@ -5,7 +5,8 @@ steps.
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,7 +14,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import profile, record_function
 
+from benchmarks import trace_analysis
 from benchmarks.timing import synchronized_time
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.data import DataConfig
@@ -67,6 +70,11 @@ class Shape:
     """Inner width of the MLP; None: four times the hidden size."""
     position_mlp: int | None = None
     """Inner width of TAPE's position MLP; None: four times the heads."""
+
+    @property
+    def batch(self) -> str:
+        """The micro-batch size and the number of micro-batches per step, such as 32x4."""
+        return f"{self.micro_batch}x{self.accumulate}"
 
 
 # The first five sizes are layers, heads, head dimension, sequence length and vocabulary size.
@@ -208,6 +216,27 @@ class MeasuredModel:
         if result.skipped:
             raise RuntimeError(f"a step was skipped: {result}")
         return Step(elapsed, result.loss)
+
+    def profiled_step(self) -> profile:
+        """Take a step and return its profiler. The trace has the ranges of `trace_analysis`: the
+        step and its phases.
+        """
+        clock = self.engine.clock
+        original_phase = clock.phase
+
+        @contextmanager
+        def recorded_phase(name: str) -> Iterator[None]:
+            """Record a phase of the step as a range of the trace, in addition to its time."""
+            with record_function(f"{trace_analysis.PHASE}{name}"), original_phase(name):
+                yield
+
+        with (
+            mock.patch.object(clock, "phase", recorded_phase),
+            profile() as profiler,
+            record_function(trace_analysis.STEP),
+        ):
+            self.step()
+        return profiler
 
     def _set_attention_backend(self, backend: str) -> None:
         """Let all layers use `backend` from now on."""

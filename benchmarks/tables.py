@@ -4,6 +4,8 @@ import torch.
 
 from collections.abc import Iterator
 
+from benchmarks.trace_analysis import CLASSES, class_differences
+
 DIRECTIONS = ("forward", "forward+backward")
 
 
@@ -75,6 +77,86 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
         )
         yield "|---|---|---|--:|--:|--:|--:|--:|--:|"
         yield from rows
+
+
+def results_by_batch(label: str, result: dict) -> dict[str, dict]:
+    """Return the result of `benchmarks.train_step` and those of its further batches, by label.
+
+    `label` is that of the first one. Batches that failed have no figures and are left out.
+    """
+    results = {label: result}
+    for batch, other in result.get("batches", {}).items():
+        if "ratio_time" in other:
+            results[f"{label} {batch}"] = other
+    return results
+
+
+def profile_table(label: str, result: dict) -> Iterator[str]:
+    """Yield the lines of a table of where the time of one step goes, in ms, by model. There are no
+    lines without profiles.
+
+    `result` is one of `benchmarks.train_step`, and its `profiles` are of
+    `trace_analysis.analyze`. The last column is TAPE's time minus RoPE's.
+    """
+    profiles = result.get("profiles", {})
+    if not profiles:
+        return
+    differences = {}
+    if {"tape", "rope"} <= profiles.keys():
+        differences = class_differences(profiles["tape"], profiles["rope"])
+
+    def row(title: str, values: list[float | None], difference: float | None = None) -> str:
+        """Return a row of times in seconds, in ms; None has an empty cell."""
+        cells = [title]
+        for value in (*values, difference):
+            cells.append("" if value is None else f"{1e3 * value:.2f}")
+        return f"| {' | '.join(cells)} |"
+
+    names = list(profiles)
+    records = list(profiles.values())
+    yield f"| {label}: ms of a step | {' | '.join(names)} | tape - rope |"
+    yield "|---" + "|--:" * (len(names) + 1) + "|"
+    for kind in CLASSES:
+        times = [record["seconds_by_class"].get(kind) for record in records]
+        if any(times):
+            yield row(kind, times, differences.get(kind))
+
+    def rows_of(title: str, values: list[float | None]) -> str:
+        """Return a row with the difference of TAPE and RoPE."""
+        by_name = dict(zip(names, values))
+        ours = by_name.get("tape")
+        others = by_name.get("rope")
+        if ours is None or others is None:
+            return row(title, values)
+        return row(title, values, ours - others)
+
+    totals = [sum(record["seconds_by_class"].values()) for record in records]
+    yield rows_of("sum of kernels", totals)
+    yield rows_of("GPU busy", [record["busy_seconds"] for record in records])
+    phases = dict.fromkeys(phase for record in records for phase in record["idle_seconds"])
+    for phase in phases:
+        times = [record["idle_seconds"].get(phase) for record in records]
+        if any(times):
+            yield rows_of(f"GPU idle: {phase}", times)
+    yield rows_of("profiled step", [record["seconds"] for record in records])
+    models = result["models"]
+    yield rows_of("timed step", [models[name]["seconds_per_step"] for name in names])
+
+    numbers = " | ".join(f"{record['kernels']:,}, {record['launches']:,}" for record in records)
+    yield f"| kernels, launches | {numbers} | |"
+    host = []
+    for record in records:
+        times = (record.get("launch_seconds"), record.get("launch_gap_seconds"))
+        host.append(", ".join("-" if time is None else f"{1e6 * time:.1f}" for time in times))
+    yield f"| host: µs of a launch, until the next one | {' | '.join(host)} | |"
+
+    unknown = {}
+    for record in records:
+        unknown |= record["unknown_kernels"]
+    if unknown:
+        listed = ", ".join(f"`{name}` {1e3 * time:.2f}" for name, time in unknown.items())
+        yield ""
+        yield f"Kernels of class other, in ms: {listed}."
 
 
 def _percent_cell(share: float | None) -> str:

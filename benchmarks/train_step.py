@@ -20,22 +20,31 @@ product on the same machine.
 
 On a GPU, memory is torch's peak of allocated memory, listed with the estimated peak. On a CPU it is
 the sum of weights, gradients, Adam's moments and saved activations.
+
+With --profile, the record has the GPU's time by class of kernels, its idle time by phase and the
+host's time for launches, in one step of TAPE and RoPE (benchmarks/trace_analysis.py). A profiler
+slows down the host, so the idle time without it is that of the timed steps minus the busy time.
 """
 
 import argparse
 import dataclasses
+import gzip
 import importlib.util
+import json
 import os
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import profile
 
-from benchmarks.baselines import BASELINE, Baseline
+from benchmarks import trace_analysis
+from benchmarks.baselines import BASELINE, COMPILED, Baseline
 from benchmarks.environment import Record, add_record_arguments, quiet_libraries
 from benchmarks.measured_model import (
     ENCODINGS,
@@ -45,16 +54,18 @@ from benchmarks.measured_model import (
     Shape,
     Step,
     dtype_of,
+    free_memory,
     rms_difference,
     run_config,
 )
-from benchmarks.tables import step_table
+from benchmarks.tables import profile_table, results_by_batch, step_table
 from benchmarks.timing import describe_error, matmul_peak, median_ratio
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.config.schema import ATTENTION_BACKENDS, RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.model.backend import verified_backend
+from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.parallel.launcher import rank_and_size
 from megatron_tape.parallel.layout import (
     ParallelLayout,
@@ -75,26 +86,20 @@ def main(argv: list[str] | None = None) -> None:
             "--against", f"needs a single process, but {world_size} were started", "remove it"
         )
 
-    configs = {
-        encoding: run_config(
-            encoding,
-            shape,
-            arguments.precision,
-            world_size,
-            arguments.tensor_parallel,
-            arguments.zero_stage,
-            arguments.recompute,
-            arguments.backend,
-        )
-        for encoding in ENCODINGS
-    }
+    # Before there is a process group, since a configuration may be refused.
+    shapes = [shape]
+    for micro_batch, accumulate in arguments.more_batches:
+        changed = dataclasses.replace(shape, micro_batch=micro_batch, accumulate=accumulate)
+        shapes.append(changed)
+    configs = [configurations(arguments, each, world_size) for each in shapes]
+
     quiet_libraries(rank)
     if arguments.tensor_parallel > 1:
         # Megatron needs it to overlap collectives.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
-        result = Comparison(arguments, shape, configs, layout).run()
+        result = measure(arguments, shapes, configs, layout)
         # Only to wait for all ranks, since a rank that exits closes connections that others use.
         layout.any_rank(False)
     except BaseException:
@@ -102,18 +107,108 @@ def main(argv: list[str] | None = None) -> None:
         raise
 
     if rank == 0:
-        print("\n".join(step_table({arguments.shape: result})))
-        print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
-        # The ratios to the baseline, if it was measured.
-        for name, ratio in result.get("ratios_to_fastest_rival", {}).items():
-            print(f"{name} / {BASELINE}: time {ratio:.3f}", flush=True)
+        print_tables(arguments.shape, result)
+
+
+def configurations(
+    arguments: argparse.Namespace, shape: Shape, world_size: int
+) -> dict[str, RunConfig]:
+    """Return the configurations of all models of this project by the model's name: the encodings,
+    and RoPE with each backend of --rope-backends, such as `rope flash_attn`.
+    """
+    backends = dict.fromkeys(ENCODINGS, arguments.backend)
+    for backend in arguments.rope_backends:
+        backends[f"rope {backend}"] = backend
+    return {
+        name: run_config(
+            name.split()[0],
+            shape,
+            arguments.precision,
+            world_size,
+            arguments.tensor_parallel,
+            arguments.zero_stage,
+            arguments.recompute,
+            backend,
+        )
+        for name, backend in backends.items()
+    }
+
+
+def measure(
+    arguments: argparse.Namespace,
+    shapes: list[Shape],
+    configs: list[dict[str, RunConfig]],
+    layout: ParallelLayout,
+) -> dict:
+    """Measure the first shape and then those of --more-batches, whose results are its `batches`.
+    Return the result of the first shape.
+
+    `configs` has the configurations of each shape. A batch that does not fit into memory has an
+    `error` instead of figures.
+    """
+    record = Record(arguments) if layout.rank == 0 else None
+    traces = None
+    if record and record.path:
+        traces = record.path.with_suffix("")
+    result: dict = {}
+
+    def write() -> None:
+        """Write all results so far, on rank 0."""
+        if record:
+            record.write(result)
+
+    first = Comparison(arguments, shapes[0], configs[0], layout, write, traces)
+    # Before its run, since `run` writes partial results.
+    result = first.result
+    first.run()
+
+    # Only the encodings, since the others are for one comparison at a common batch size.
+    few = argparse.Namespace(**vars(arguments) | {"against": []})
+    for shape, shape_configs in zip(shapes[1:], configs[1:]):
+        encodings = {name: shape_configs[name] for name in ENCODINGS}
+        batch_traces = traces and traces.with_name(f"{traces.name}-{shape.batch}")
+        comparison = Comparison(few, shape, encodings, layout, write, batch_traces)
+        comparison.log(f"micro-batch size x micro-batches: {shape.batch}")
+        batches = result.setdefault("batches", {})
+        batches[shape.batch] = comparison.result
+        try:
+            comparison.run()
+        except torch.OutOfMemoryError as error:
+            # With several ranks, the others would wait for this one.
+            if layout.world_size > 1:
+                raise
+            comparison.result["error"] = describe_error(error)
+            comparison.log(comparison.result["error"])
+        free_memory()
+        write()
+
+    # Last, because compiling takes longest.
+    if arguments.compile_baseline:
+        first.measure_compiled()
+    return result
+
+
+def print_tables(label: str, result: dict) -> None:
+    """Print the tables and ratios of a result of `measure`. `label` names the shape."""
+    results = results_by_batch(label, result)
+    print("\n".join(step_table(results)))
+    for each_label, each in results.items():
+        if "profiles" in each:
+            print("", *profile_table(each_label, each), sep="\n")
+    print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
+    # The ratios to the baseline, if it was measured.
+    for name, ratio in result.get("ratios_to_fastest_rival", {}).items():
+        print(f"{name} / {BASELINE}: time {ratio:.3f}", flush=True)
 
 
 class Comparison:
     """Measures all models at one shape. It runs on every rank; rank 0 prints and writes the
     record.
 
-    `configs` are the configurations of RoPE and TAPE by the encoding's name.
+    Args:
+        configs: configurations of this project's models by name (see `configurations`).
+        write: writes the record, after `result` has changed.
+        traces: beginning of the paths of traces; None: traces are not kept.
     """
 
     def __init__(
@@ -122,12 +217,15 @@ class Comparison:
         shape: Shape,
         configs: dict[str, RunConfig],
         layout: ParallelLayout,
+        write: Callable[[], None],
+        traces: Path | None,
     ):
         self.arguments = arguments
         self.configs = configs
         self.layout = layout
+        self.write = write
+        self.traces = traces
         self.on_gpu = layout.device.type == "cuda"
-        self.record = Record(arguments) if layout.rank == 0 else None
         self.first_losses: dict[str, Tensor] = {}
         self.attention_errors: dict[str, float] = {}
 
@@ -154,51 +252,90 @@ class Comparison:
             "models": {},
         }
 
-    def run(self) -> dict:
-        """Measure all models and return the results, which are those of the record. Raises
-        ConfigError if RoPE and TAPE differ (`_check_parity`).
-        """
+    def run(self) -> None:
+        """Measure all models. Raises ConfigError if RoPE and TAPE differ (`_check_parity`)."""
         self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
-        # On a GPU, TAPE comes first because it needs the most memory.
-        names = ["tape", "rope"] if self.on_gpu else list(ENCODINGS)
-        if self._measures_baseline():
-            names.append(BASELINE)
-
-        # Models of a group are in memory together. A GPU may hold only one.
-        groups = [names]
+        rivals = self._rivals()
         if self.on_gpu:
-            groups = [[name] for name in names]
-        for group in groups:
-            with ExitStack() as stack:
-                models = {name: stack.enter_context(self._build_model(name)) for name in group}
-                # Once, as soon as RoPE and TAPE have both been built.
-                if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
-                    self._check_parity()
-                self._measure(models)
-        return self.result
+            # One after another, since a GPU may hold only one model. TAPE comes first because it
+            # needs the most memory.
+            for name in ("tape", "rope"):
+                self._measure_together([name])
+            for name in rivals:
+                self._measure_rival(name)
+            return
+        # Steps of all models alternate, so a model that cannot take a step is left out before.
+        names = [*ENCODINGS, *(name for name in rivals if self._can_step(name))]
+        self._measure_together(names)
 
-    def _measures_baseline(self) -> bool:
-        """Return whether --against requests the baseline and it can take a step. If it cannot,
-        record the reason.
+    def measure_compiled(self) -> None:
+        """Measure the baseline compiled by torch.compile, if its package is installed."""
+        if importlib.util.find_spec(BASELINE):
+            self._measure_rival(COMPILED)
+
+    def _rivals(self) -> list[str]:
+        """Return the names of the models to compare with: RoPE with other backends that can run
+        here, and the baseline.
         """
+        rivals = []
+        for name in self.configs:
+            if name in ENCODINGS:
+                continue
+            config = self.configs[name]
+            problem = unsupported(
+                config.model.attention_backend,
+                self.layout.device,
+                dtype_of(config),
+                config.model.head_dim,
+            )
+            if problem:
+                self.log(f"{name} is not measured: the backend {problem}")
+            else:
+                rivals.append(name)
+
         # The list that follows --against, which has the baseline or nothing. It is None if the
         # option is not given.
         is_requested = self.arguments.against
         # By default, a single process measures the baseline if the package BASELINE is installed.
         if is_requested is None:
             is_requested = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
-        if not is_requested:
-            return False
+        if is_requested:
+            rivals.append(BASELINE)
+        return rivals
 
+    def _can_step(self, name: str) -> bool:
+        """Return whether a rival can take a step. If it cannot, record the reason."""
         try:
-            with self._build_model(BASELINE) as measured:
+            with self._build_model(name) as measured:
                 measured.step()
         except Exception as error:  # an error in a library, or out of memory
-            problem = describe_error(error)
-            self.result["rejected_rivals"] = {BASELINE: problem}
-            self.log(f"warning: {BASELINE} is not measured: {problem}")
+            self._reject(name, error)
             return False
         return True
+
+    def _measure_rival(self, name: str) -> None:
+        """Measure a model alone. If it fails, record the reason."""
+        try:
+            self._measure_together([name])
+        except Exception as error:  # an error in a library, or out of memory
+            self._reject(name, error)
+            self.write()
+        free_memory()
+
+    def _reject(self, name: str, error: Exception) -> None:
+        """Record why a rival is not measured."""
+        problem = describe_error(error)
+        self.result.setdefault("rejected_rivals", {})[name] = problem
+        self.log(f"warning: {name} is not measured: {problem}")
+
+    def _measure_together(self, names: list[str]) -> None:
+        """Build these models, and measure steps that alternate between them."""
+        with ExitStack() as stack:
+            models = {name: stack.enter_context(self._build_model(name)) for name in names}
+            # Once, as soon as RoPE and TAPE have both been built.
+            if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
+                self._check_parity()
+            self._measure(models)
 
     def log(self, text: str) -> None:
         """Print `text` on rank 0."""
@@ -270,8 +407,8 @@ class Comparison:
             self.result["ratios_to_fastest_rival"] = {
                 name: self._time_ratio(name, BASELINE) for name in models
             }
-        if self.record and "parity" in self.result:
-            self.record.write(self.result)
+        if "parity" in self.result:
+            self.write()
 
     def _time_ratio(self, name: str, other: str) -> float:
         """Return the step time of the model `name` divided by that of the model `other`. On a CPU,
@@ -289,14 +426,16 @@ class Comparison:
         Keeps the losses of RoPE and TAPE for `_check_parity`.
         """
         started = time.perf_counter()
-        if name in ENCODINGS:
+        if name in self.configs:
             config = self.configs[name]
             backend = verified_backend(config.model, self.layout, dtype_of(config), allow_slow=True)
             measured = MeasuredModel(config, self.layout, backend)
-            self.first_losses[name] = measured.first_losses
-            self.attention_errors[name] = measured.attention_error
+            measured.name = name
+            if name in ENCODINGS:
+                self.first_losses[name] = measured.first_losses
+                self.attention_errors[name] = measured.attention_error
         else:
-            measured = Baseline(self.configs["rope"], self.layout)
+            measured = Baseline(self.configs["rope"], self.layout, compiled=name == COMPILED)
         seconds = time.perf_counter() - started
         self.log(
             f"{name}: {parameter_count(measured.config.model):,} parameters in {seconds:.1f} s"
@@ -329,18 +468,39 @@ class Comparison:
         self.log(f"token losses {difference_text} (allowed: {allowed:.2g})")
 
     def _profile(self, measured: MeasuredModel) -> None:
-        """Profile a step of TAPE or RoPE: print the slowest operations, and write a trace next to
-        the record. Do nothing for the baseline.
+        """Profile a step: print the slowest operations, add the analysis to the results, and keep
+        the trace if there is a record. Do nothing for the baseline.
         """
-        if measured.name not in ENCODINGS:
+        if measured.name not in self.configs:
             return
-        with profile() as profiler:
-            measured.step()
+        profiler = measured.profiled_step()
         sort_by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
         self.log(profiler.key_averages().table(sort_by=sort_by, row_limit=20))
-        if self.record and (path := self.record.path):
-            trace = path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")
-            profiler.export_chrome_trace(str(trace))
+        if self.layout.rank > 0:
+            return
+
+        with tempfile.TemporaryDirectory() as folder:
+            prefix = self.traces or Path(folder) / "step"
+            name = measured.name.replace(" ", "-")
+            path = prefix.with_name(f"{prefix.name}-{name}.trace.json.gz")
+            profiler.export_chrome_trace(str(path))
+            with gzip.open(path) as file:
+                trace = json.load(file)
+        profiles = self.result.setdefault("profiles", {})
+        profiles[measured.name] = trace_analysis.analyze(trace)
+        if {"rope", "tape"} <= profiles.keys():
+            differences = trace_analysis.class_differences(profiles["tape"], profiles["rope"])
+            self.result["profile_differences"] = differences
+        if "parity" in self.result:
+            self.write()
+
+
+def batch_of(text: str) -> tuple[int, int]:
+    """Parse a micro-batch size and a number of micro-batches per step and rank, such as 64x2."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text} is not a batch such as 64x2")
+    return int(match[1]), int(match[2])
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
@@ -372,6 +532,20 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
     add("--warmup", type=whole_number, default=2, metavar="N", help=f"warm-up steps ({default})")
     repetitions = f"timed steps per model ({default})"
     add("--repetitions", type=whole_number, default=7, metavar="N", help=repetitions)
+    batches = "also measure TAPE and RoPE with these micro-batch sizes and micro-batches per step"
+    add("--more-batches", nargs="+", type=batch_of, metavar="MxN", default=[], help=batches)
+    backends = "also measure RoPE with these attention backends, where they can run"
+    rope_backends = [name for name in ATTENTION_BACKENDS if name != "auto"]
+    add(
+        "--rope-backends",
+        nargs="+",
+        choices=rope_backends,
+        metavar="NAME",
+        default=[],
+        help=backends,
+    )
+    compiled = f"also measure {BASELINE}' Llama with torch.compile, if it is installed"
+    add("--compile-baseline", action="store_true", help=compiled)
     profiled = "profile a step of TAPE and RoPE; with --output, write traces next to its file"
     add("--profile", action="store_true", help=profiled)
     add_record_arguments(parser)

@@ -12,7 +12,7 @@ import torch
 from launch import run_group
 
 from benchmarks import train_step
-from benchmarks.baselines import BASELINE, Baseline
+from benchmarks.baselines import BASELINE, COMPILED, Baseline
 from benchmarks.measured_model import ENCODINGS, SHAPES, run_config
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import ConfigError
@@ -30,9 +30,12 @@ def measured(folder, *options):
 
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
-    """Return the record of an fp32 run with the baseline and a profile, and its folder."""
+    """Return the record of an fp32 run with the baseline, profiles and another batch, and its
+    folder.
+    """
     folder = tmp_path_factory.mktemp("alternating")
-    return measured(folder, "--profile", "--commit=abc"), folder
+    options = ["--profile", "--more-batches=4x1", "--rope-backends=tiled", "--compile-baseline"]
+    return measured(folder, *options, "--commit=abc"), folder
 
 
 def check(record, processes=1):
@@ -55,11 +58,14 @@ def test_tape_rope_and_llama_alternate_and_learn_the_same_tokens(alternating):
     record, folder = alternating
     check(record)
     models = record["models"]
-    assert list(models) == [*ENCODINGS, BASELINE]
+    assert list(models) == [*ENCODINGS, "rope tiled", BASELINE, COMPILED]
+    assert models["rope tiled"]["attention"] == "tiled"
+    assert models["rope tiled"]["losses"] == pytest.approx(models["rope"]["losses"], abs=1e-4)
     assert record["environment"]["commit"] == "abc"
     assert record["ratio_memory"] > 1
     assert models["tape"]["position_update"] == "plain torch"
 
+    # The compiled baseline does not alternate with the others.
     seconds = {name: found["seconds"] for name, found in models.items()}
     ratios = {
         (name, other): sum(a / b for a, b in zip(seconds[name], seconds[other])) / 2
@@ -75,18 +81,59 @@ def test_tape_rope_and_llama_alternate_and_learn_the_same_tokens(alternating):
     losses = models[BASELINE]["losses"]
     assert losses[0] == pytest.approx(first, abs=0.3)
     assert losses[-1] < first
+    assert models[COMPILED]["losses"] == pytest.approx(losses, abs=1e-4)
+
+
+def test_a_profile_has_the_time_of_each_class_and_phase(alternating):
+    record, folder = alternating
+    assert set(record["profiles"]) == {*ENCODINGS, "rope tiled"}
+    for found in record["profiles"].values():
+        idle = found["idle_seconds"]
+        assert {"forward", "backward", "optimizer"} < set(idle)
+        assert found["seconds"] == pytest.approx(found["busy_seconds"] + sum(idle.values()))
+        # Operations on a CPU do not overlap.
+        classes = found["seconds_by_class"]
+        assert found["busy_seconds"] == pytest.approx(sum(classes.values()))
+        assert {"attention", "matrix products", "norms", "loss", "optimizer"} < set(classes)
+        assert found["launches"] > 100
+        assert found["unknown_kernels"] == {}
+    differences = record["profile_differences"]
+    tape, rope = (record["profiles"][name]["seconds_by_class"] for name in ("tape", "rope"))
+    assert differences["position update"] == tape["position update"] > 0
+    assert differences["norms"] == pytest.approx(tape["norms"] - rope["norms"])
     for name in ENCODINGS:
         with gzip.open(folder / f"record-{name}.trace.json.gz", "rt") as file:
             assert json.load(file)["traceEvents"]
+
+
+def test_another_batch_of_the_same_tokens_is_measured(alternating):
+    record, folder = alternating
+    (batch,) = record["batches"].values()
+    check(batch)
+    assert list(batch["models"]) == list(batch["profiles"]) == list(ENCODINGS)
+    assert batch["run"]["tokens_per_step"] == record["run"]["tokens_per_step"]
+    # One pass has fewer launches than two passes over half as many tokens.
+    for name in ENCODINGS:
+        assert batch["profiles"][name]["launches"] < record["profiles"][name]["launches"]
+    assert (folder / "record-4x1-tape.trace.json.gz").exists()
 
 
 def test_a_baseline_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("no room")
 
+    def build(self, name):
+        if self.arguments.against == [] and name == "tape":
+            raise torch.OutOfMemoryError("the batch is too large")
+        return original_build(self, name)
+
+    original_build = train_step.Comparison._build_model
     monkeypatch.setattr(Baseline, "step", step)
-    options = ["--precision=bf16", "--backend=tiled", "--recompute=full"]
+    monkeypatch.setattr(train_step.Comparison, "_build_model", build)
+    options = ["--precision=bf16", "--backend=tiled", "--recompute=full", "--more-batches=4x1"]
     record = measured(tmp_path, *options)
+    assert "the batch is too large" in record["batches"]["4x1"]["error"]
+    assert record["batches"]["4x1"]["models"] == {}
     check(record)
     assert set(record["models"]) == set(ENCODINGS)
     assert "no room" in record["rejected_rivals"][BASELINE]

@@ -1,0 +1,365 @@
+"""Analyze the Chrome trace of a profiled training step: where the GPU's time goes. Does not import
+torch.
+
+`analyze` sums the time of the GPU's kernels by class. A kernel's class follows from its name or, if
+the name is that of an operation that many parts of a model use, from the operations that enclose
+its launch. Kernels that no rule knows are of class "other" and listed: add rules to `NAMES`.
+
+The trace of a step without a GPU has no kernels. Operations that no others call stand for them.
+"""
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+STEP = "benchmark: step"
+"""Name of the range around a step, from `torch.profiler.record_function`."""
+PHASE = "benchmark: phase "
+"""Prefix of the names of the ranges around the phases of a step; the phase's name follows."""
+NO_PHASE = "outside of phases"
+"""The phase of kernels that no range of a phase encloses."""
+OPTIMIZER = "optimizer"
+"""The phase and the class of the optimizer."""
+OTHER = "other"
+"""The class of kernels that no rule knows."""
+MAX_LISTED = 12
+"""Maximum number of kernels that a record lists by name."""
+
+_GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_RANGE_CATEGORIES = ("cpu_op", "user_annotation")
+# Such as cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx and hipModuleLaunchKernel.
+_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch")
+_COMMUNICATION = "communication"
+_COPIES = "copies and casts"
+_ELEMENTWISE = "other elementwise"
+
+
+def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern], ...]:
+    """Return pairs of a class and the compiled pattern of its names."""
+    return tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in rules)
+
+
+# The first pattern that is found in a kernel's name decides. Names that begin with an underscore
+# are those of this project's Triton kernels (megatron_tape/ops/kernels), and those that begin with
+# aten:: are operations, in traces without a GPU.
+NAMES = _rules(
+    (_COMMUNICATION, r"nccl|rccl|gloo:|^c10d::"),
+    # FlashAttention 2 to 4, cuDNN's kernels, torch's memory-efficient attention, and ours. Before
+    # the matrix products, since FlashAttention-4's names contain "cutlass".
+    (
+        "attention",
+        r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to_16bits|flex_attention"
+        r"|scaled_dot_product|^_(forward|delta|backward_keys|backward_queries)$",
+    ),
+    ("position update", r"^_update"),
+    ("rotation", r"^_(rotate|join|split|halves)"),
+    ("activation", r"^_swiglu"),
+    ("loss", r"liger|cross_entropy|nll_?loss|softmax"),
+    # GammaBeta: the gradients of a norm's weights in torch.
+    ("norms", r"(layer|rms)_?norm|GammaBeta"),
+    (OPTIMIZER, r"multi_tensor_apply|adam"),
+    (
+        "matrix products",
+        r"gemm|gemv|nvjet|xmma|cutlass|splitk|wgmma|cublas|^cijk_|triton_tem_fused_(add)?(mm|bmm)"
+        r"|^aten::(mm|addmm|bmm|baddbmm|addmm_|addbmm|mv|dot|matmul|linear)$",
+    ),
+    (
+        _COPIES,
+        r"^mem(cpy|set)|copy|CatArray|chunk_cat|FillFunctor|^aten::(cat|fill_|zero_|clone|to)$",
+    ),
+    (
+        _ELEMENTWISE,
+        r"elementwise|reduce_kernel|reduction|index|gather|scatter|embedding|compute_grad_weight"
+        r"|scan|sort|^triton_(poi|red|per)_|distribution|^aten::",
+    ),
+)
+
+# For kernels that copy, or are elementwise, or that no rule above knows: patterns of the names of
+# the enclosing operations, among them our autograd functions. The innermost operation that a
+# pattern matches decides.
+OPERATIONS = _rules(
+    ("loss", r"_LinearCrossEntropy|cross_entropy|nll_loss|NllLoss|log_softmax"),
+    ("position update", r"_(Compact)?Update(Backward)?$"),
+    ("rotation", r"_RotatedAndJoined|_Halves|_Phases|_WithModulus"),
+    ("attention", r"attention|ScaledDotProduct"),
+    ("activation", r"SwiGLU"),
+    ("norms", r"(layer|rms)_?norm"),
+    ("gradient accumulation", r"AccumulateGrad"),
+)
+
+CLASSES = (
+    "attention",
+    "position update",
+    "rotation",
+    "matrix products",
+    "norms",
+    "activation",
+    "loss",
+    "gradient accumulation",
+    OPTIMIZER,
+    _COMMUNICATION,
+    _COPIES,
+    _ELEMENTWISE,
+    OTHER,
+)
+"""All classes, in the order of tables."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a trace with a duration. Times are in microseconds."""
+
+    category: str
+    name: str
+    start: float
+    end: float
+    thread: tuple[Any, Any]
+    """Process and thread; on a GPU, device and stream."""
+    correlation: int | None
+    """A number that a kernel shares with its launch."""
+
+    @classmethod
+    def parse(cls, event: dict) -> "Event":
+        """Return an event of a Chrome trace whose `ph` is X."""
+        start = float(event["ts"])
+        return cls(
+            category=event.get("cat", ""),
+            name=event["name"],
+            start=start,
+            end=start + float(event["dur"]),
+            thread=(event.get("pid"), event.get("tid")),
+            correlation=event.get("args", {}).get("correlation"),
+        )
+
+    @property
+    def duration(self) -> float:
+        """Microseconds from start to end."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, with the event that launched it and what encloses the launch."""
+
+    event: Event
+    launch: Event
+    """The kernel itself if the trace has no launch."""
+    phase: str
+    enclosing: list[str]
+    """Names of the ranges and operations that enclose the launch, the innermost one last."""
+
+    @property
+    def kind(self) -> str:
+        """The kernel's class."""
+        return kernel_class(self.event.name, self.phase, self.enclosing)
+
+
+def analyze(trace: dict) -> dict:
+    """Return where the time of a step goes, as JSON data. `trace` is a Chrome trace of
+    `torch.profiler` with one step in the range `STEP`.
+
+    Times are in seconds:
+        seconds: duration of the profiled step
+        busy_seconds: time in which at least one kernel ran
+        idle_seconds: time without kernels, by the phase whose next kernel the GPU waited for, and
+            at the end of the step
+        seconds_by_class: sum of the durations of the kernels, by class
+        kernels, launches: their numbers, which differ with CUDA graphs and copies
+        launch_seconds: mean time that the host takes for a launch
+        launch_gap_seconds: median time of the host between a launch and the next one
+        unknown_kernels: the seconds of kernels of class "other", by name, the largest first
+
+    Raises ValueError if the trace has no range `STEP`.
+    """
+    events = [Event.parse(event) for event in trace["traceEvents"] if event.get("ph") == "X"]
+    step = next((event for event in events if event.name == STEP), None)
+    if step is None:
+        raise ValueError(f"the trace has no range {STEP!r}")
+
+    kernels = [kernel for kernel in _kernels(events) if _is_within(kernel.launch, step)]
+    kernels.sort(key=lambda kernel: kernel.event.start)
+    by_class: defaultdict[str, float] = defaultdict(float)
+    unknown: defaultdict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        kind = kernel.kind
+        by_class[kind] += kernel.event.duration
+        if kind == OTHER:
+            unknown[kernel.event.name] += kernel.event.duration
+
+    idle = _idle_by_phase(kernels, step)
+    largest = sorted(unknown.items(), key=lambda item: -item[1])[:MAX_LISTED]
+    return {
+        "seconds": _seconds(step.duration),
+        "busy_seconds": _seconds(step.duration - sum(idle.values())),
+        "idle_seconds": {phase: _seconds(time) for phase, time in idle.items()},
+        "seconds_by_class": {
+            kind: _seconds(by_class[kind]) for kind in CLASSES if kind in by_class
+        },
+        "kernels": len(kernels),
+        **_launch_statistics(kernels),
+        "unknown_kernels": {name: _seconds(time) for name, time in largest},
+    }
+
+
+def class_differences(ours: dict, others: dict) -> dict[str, float]:
+    """Return the seconds of each class in the record `ours`, minus those in `others`. Both are of
+    `analyze`.
+    """
+    our_seconds = ours["seconds_by_class"]
+    other_seconds = others["seconds_by_class"]
+    return {
+        kind: our_seconds.get(kind, 0.0) - other_seconds.get(kind, 0.0)
+        for kind in CLASSES
+        if kind in our_seconds or kind in other_seconds
+    }
+
+
+def kernel_class(name: str, phase: str = NO_PHASE, enclosing: Iterable[str] = ()) -> str:
+    """Return the class of a kernel, one of `CLASSES`.
+
+    `phase` is the phase of the step, and `enclosing` has the names of the operations that enclose
+    its launch, the innermost one last.
+    """
+    kind = _first_match(NAMES, name)
+    if kind == _COMMUNICATION:
+        return kind
+    # The optimizer's kernels are mostly elementwise: norms, casts and fills of all weights.
+    if phase == OPTIMIZER:
+        return OPTIMIZER
+    if kind not in (_COPIES, _ELEMENTWISE, None):
+        return kind
+    for operation in reversed(list(enclosing)):
+        if specific := _first_match(OPERATIONS, operation):
+            return specific
+    return kind or OTHER
+
+
+def _first_match(rules: tuple[tuple[str, re.Pattern], ...], name: str) -> str | None:
+    """Return the class of the first rule whose pattern is found in `name`, or None."""
+    for kind, pattern in rules:
+        if pattern.search(name):
+            return kind
+    return None
+
+
+def _kernels(events: list[Event]) -> Iterator[Kernel]:
+    """Yield all kernels or, if there are none, the outermost operations."""
+    on_gpu = [event for event in events if event.category in _GPU_CATEGORIES]
+    launches = {}
+    for event in events:
+        if event.category in _LAUNCH_CATEGORIES and event.correlation is not None:
+            launches[event.correlation] = event
+    if not on_gpu:
+        on_gpu = _outermost_operations(events)
+
+    ranges = [event for event in events if event.category in _RANGE_CATEGORIES]
+    phases = [event for event in ranges if event.name.startswith(PHASE)]
+    pairs = [(event, launches.get(event.correlation, event)) for event in on_gpu]
+    enclosing = _enclosing_names([launch for _, launch in pairs], ranges)
+    for event, launch in pairs:
+        yield Kernel(event, launch, _phase_of(launch, phases), enclosing[launch])
+
+
+def _outermost_operations(events: list[Event]) -> list[Event]:
+    """Return the operations of torch's library that no other of its operations calls."""
+    outermost = []
+    operations = [event for event in events if event.name.startswith("aten::")]
+    for thread_operations in _by_thread(operations).values():
+        # The end of the last outermost operation; those that it calls start before.
+        end = float("-inf")
+        for operation in thread_operations:
+            if operation.start >= end:
+                outermost.append(operation)
+                end = operation.end
+    return outermost
+
+
+def _by_thread(events: list[Event]) -> dict[tuple, list[Event]]:
+    """Return the events of each thread in the order of their starts; of two that start at the same
+    time, the longer one is first.
+    """
+    threads = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        threads[event.thread].append(event)
+    return threads
+
+
+def _enclosing_names(launches: list[Event], ranges: list[Event]) -> dict[Event, list[str]]:
+    """Return the names of the ranges on the same thread that enclose each launch, the innermost
+    one last.
+    """
+    names = {}
+    ranges_by_thread = _by_thread(ranges)
+    for thread, thread_launches in _by_thread(launches).items():
+        upcoming = iter(ranges_by_thread.get(thread, []))
+        following = next(upcoming, None)
+        # Ranges that have started and may not have ended, the innermost one last.
+        started: list[Event] = []
+        for launch in thread_launches:
+            while following is not None and following.start <= launch.start:
+                started = [each for each in started if each.end > following.start]
+                started.append(following)
+                following = next(upcoming, None)
+            names[launch] = [each.name for each in started if each.end > launch.start]
+    return names
+
+
+def _phase_of(launch: Event, phases: list[Event]) -> str:
+    """Return the innermost phase at the time of a launch. Autograd launches on other threads than
+    the one that the phases are on.
+    """
+    current = [phase for phase in phases if _is_within(launch, phase)]
+    if not current:
+        return NO_PHASE
+    innermost = max(current, key=lambda phase: phase.start)
+    return innermost.name.removeprefix(PHASE)
+
+
+def _is_within(event: Event, outer: Event) -> bool:
+    """Return whether an event starts while `outer` lasts."""
+    return outer.start <= event.start < outer.end
+
+
+def _idle_by_phase(kernels: list[Kernel], step: Event) -> dict[str, float]:
+    """Return the microseconds of a step without kernels, by the phase of the kernel that follows.
+
+    `kernels` are in the order of their starts.
+    """
+    idle: defaultdict[str, float] = defaultdict(float)
+    # The time until which the GPU is busy with the kernels so far.
+    busy_until = step.start
+    for kernel in kernels:
+        idle[kernel.phase] += max(0.0, kernel.event.start - busy_until)
+        busy_until = max(busy_until, kernel.event.end)
+    idle["end of step"] = max(0.0, step.end - busy_until)
+    return dict(idle)
+
+
+def _launch_statistics(kernels: list[Kernel]) -> dict:
+    """Return the number of launches and the host's times for them, those of `analyze`."""
+    # A set, since all kernels of a CUDA graph have one launch.
+    launches = {
+        kernel.launch
+        for kernel in kernels
+        if kernel.launch is kernel.event or _LAUNCH.search(kernel.launch.name)
+    }
+    in_order = sorted(launches, key=lambda launch: launch.start)
+    gaps = [
+        max(0.0, following.start - launch.end) for launch, following in zip(in_order, in_order[1:])
+    ]
+    if not gaps:
+        return {"launches": len(launches)}
+    return {
+        "launches": len(launches),
+        "launch_seconds": _seconds(statistics.mean(launch.duration for launch in launches)),
+        "launch_gap_seconds": _seconds(statistics.median(gaps)),
+    }
+
+
+def _seconds(microseconds: float) -> float:
+    """Return seconds, rounded to nanoseconds, which traces have."""
+    return round(microseconds / 1e6, 9)
