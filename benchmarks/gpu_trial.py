@@ -1,6 +1,6 @@
 """Check and benchmark this project on a GPU within a few minutes.
 
-    python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--part NAME ...]
+    python3 -m benchmarks.gpu_trial [--minutes 12] --output DIR [--wheels DIR] [--part NAME ...]
 
 The most important parts run first. Each runs in its own process with its own time limit, so a
 part that hangs or crashes takes at most that time. A part that needs more time than is left is
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.tables import attention_table, step_table
+from benchmarks.tables import attention_table, profile_table, results_by_batch, step_table
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.versions import ROOT, commit
@@ -62,7 +62,8 @@ class Part:
 
 # Each has a name, a purpose, `min_seconds` and `limit`.
 PARTS = (
-    Part("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
+    Part("machine", "measure matmul rate, copy bandwidth and the host's time for a launch", 15, 40),
+    Part("step-155m", "time and profile steps of 155M at 1,024 tokens, in 3 batch sizes", 40, 150),
     Part("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),
     Part(
         "correctness",
@@ -70,10 +71,12 @@ PARTS = (
         20,
         110,
     ),
-    Part("attention", "time every attention backend, with TAPE and RoPE", 30, 120),
-    Part("step-155m", "time training steps of the 155M model at 1,024 tokens", 40, 120),
-    Part("step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180),
+    Part("step-1.3b", "time and profile training steps of 1.3B at 4,096 tokens", 70, 150),
+    Part("attention", "time every attention backend, with TAPE and RoPE", 30, 100),
     Part("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
+    Part("two-ranks", "train on two ranks that share the GPU", 45, 120),
+    Part("commands", "train, kill, continue, evaluate, extend, export and generate", 40, 120),
+    Part("sanitizer", "run kernels under compute-sanitizer, if it is installed", 20, 60),
 )
 
 
@@ -273,21 +276,24 @@ def summary(record: dict) -> list[str]:
         lines.append("No problems were found.")
 
     # The tables of the two parts of steps are one.
-    steps = {
-        name: results_by_part[name]
-        for name in ("step-155m", "step-1.3b")
-        if name in results_by_part
-    }
+    steps = {}
+    for name in ("step-155m", "step-1.3b"):
+        if name in results_by_part:
+            steps |= results_by_batch(name, results_by_part[name])
     tables = (
         _part_table(record),
+        step_table(steps),
+        *(profile_table(name, results) for name, results in steps.items()),
         _case_table(results_by_part),
         attention_table(results_by_part.get("attention", {}).get("results", [])),
-        step_table(steps),
-        _training_table(results_by_part),
+        *(_test_table(name, results) for name, results in results_by_part.items()),
     )
     for name, results in steps.items():
         if "ratio_time" in results:
             lines += ["", f"{name}: TAPE's step takes {results['ratio_time']:.3f} times RoPE's."]
+        for batch, other in results.get("batches", {}).items():
+            if "error" in other:
+                lines += ["", f"{name} {batch}: {other['error']}"]
     for table in tables:
         if rows := list(table):
             lines += ["", *rows]
@@ -314,6 +320,8 @@ def _machine_line(environments: list[dict], rates: dict) -> str:
     if "copy_bytes_per_second" in rates:
         fields.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
         fields.append(f"copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
+    for library, seconds in rates.get("launch_seconds", {}).items():
+        fields.append(f"launch by {library} {1e6 * seconds:.1f} µs")
     return ", ".join(fields)
 
 
@@ -364,10 +372,12 @@ def _error_cell(case: dict) -> str:
     return worst
 
 
-def _training_table(results_by_part: dict) -> Iterator[str]:
-    """Yield the lines of the table of tests that the part `training` has run."""
-    if tests := results_by_part.get("training", {}).get("tests", {}):
-        yield "| training | |"
+def _test_table(name: str, results: dict) -> Iterator[str]:
+    """Yield the lines of the table of tests that the part `name` has run. There are no lines
+    without tests.
+    """
+    if tests := results.get("tests", {}):
+        yield f"| {name} | |"
         yield "|---|---|"
         for test, outcome in tests.items():
             yield f"| {test} | {outcome} |"
@@ -420,7 +430,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = [part.name for part in PARTS]
-    add("--minutes", type=float, default=8.0, help="time limit of the trial (default: %(default)s)")
+    add(
+        "--minutes", type=float, default=12.0, help="time limit of the trial (default: %(default)s)"
+    )
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--wheels", type=Path, metavar="DIR", help="folder of wheels, written by benchmarks.wheels")
     add(

@@ -8,20 +8,26 @@ interprets kernels; its times are meaningless.
 
 import argparse
 import faulthandler
-import functools
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
 # The names of the tests in tests/gpu/test_training_on_gpu.py.
-_RUN_TEST = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
-_GRADIENTS_TEST = "test_gradients_have_at_most_twice_the_error_of_plain_torch"
+_TRAINING_FILE = "tests/gpu/test_training_on_gpu.py"
+_RUN_TEST = f"{_TRAINING_FILE}::test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
+_GRADIENTS_TEST = f"{_TRAINING_FILE}::test_gradients_have_at_most_twice_the_error_of_plain_torch"
 TRAINING_TESTS = [
     f"{_RUN_TEST}[tape fp32]",
     f"{_RUN_TEST}[tape bf16 ZeRO 2]",
@@ -30,19 +36,41 @@ TRAINING_TESTS = [
     f"{_GRADIENTS_TEST}[gradients of tape-dtype0]",
     f"{_GRADIENTS_TEST}[gradients of tape-dtype1]",
 ]
-"""The tests of tests/gpu/test_training_on_gpu.py that the part `training` runs."""
+"""The tests that the part `training` runs."""
 TOY_TRAINING_TESTS = [
     f"{_RUN_TEST}[tape bf16 ZeRO 2]",
     f"{_GRADIENTS_TEST}[gradients of tape packed-dtype0]",
 ]
+TWO_RANKS_TESTS = "tests/gpu/test_two_ranks.py"
+"""The tests that the part `two-ranks` runs."""
+
+# Kernels that have changed since the last trial, by the beginning of their names, and libraries
+# with inputs and outputs that such kernels prepare. They are compiled and checked first.
+CHANGED = ("position update", "rotat", "join", "split", "tape torch", "tape flash_attn")
+ATTENTION_SHAPES = ("12x64@1024", "16x128@4096", "32x128@8192", "32/8x128@8192")
+"""The shapes of the part `attention`; in the last one, query heads share keys and values."""
+
+SANITIZED = (
+    ("racecheck", "position update", "_update"),
+    ("racecheck", "attention", "_backward"),
+    ("memcheck", "attention", "_"),
+)
+"""Tools of compute-sanitizer, each with a kernel's check and a part of the names of its kernels."""
+SANITIZED_SHAPE = "12x64"
+SANITIZER_FOUND = 99
+"""Exit status of compute-sanitizer if it has found an error."""
+
 # Each function below imports the modules that it needs. A module that cannot be imported then fails
 # only the parts that need it.
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
-    """Measure the GPU's matmul rate and copy bandwidth, and record the C compiler's version."""
+    """Measure the matmul rate, the copy bandwidth and the time of the host for a launch. Record the
+    C compiler's version.
+    """
     import torch
 
+    from benchmarks.launches import launch_seconds
     from benchmarks.timing import copy_bandwidth, device_here, matmul_peak
     from megatron_tape.io.versions import toolchain
 
@@ -50,6 +78,8 @@ def machine(record: Record, options: argparse.Namespace) -> None:
     rates: dict = {"compiler": toolchain()["C compiler"]}
     rates["matmul_flops"] = matmul_peak(torch.bfloat16, device)
     rates["copy_bytes_per_second"] = copy_bandwidth(device)
+    # Triton interprets a kernel a thousand times more slowly.
+    rates["launch_seconds"] = launch_seconds(device, launches=20 if options.toy else 2000)
     record.write(rates)
 
 
@@ -76,6 +106,8 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
     """Call `function` for each case in its own process. Record and print each result at once."""
     from benchmarks.kernel_cases import run_cases
 
+    # False sorts before True.
+    cases = sorted(cases, key=lambda case: not case.name.startswith(CHANGED))
     results = []
     for result in run_cases(function, cases):
         results.append(result)
@@ -93,6 +125,8 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     # No check or shape starts in the last ten seconds.
     seconds = max(1.0, options.seconds - 10)
     arguments = ["--minutes", str(seconds / 60), *_record_arguments(options)]
+    if not options.toy:
+        arguments += ["--shapes", *ATTENTION_SHAPES]
     if options.also == "flex":
         arguments.append("--flex")
     if options.toy:
@@ -100,25 +134,51 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     attention.main(arguments)
 
 
-def step(
-    shape: str, more_arguments: list[str], record: Record, options: argparse.Namespace
-) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama.
-
-    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are further options of
-    `benchmarks.train_step`.
+def step_155m(record: Record, options: argparse.Namespace) -> None:
+    """Time and profile training steps of TAPE and RoPE with three micro-batch sizes, and of
+    transformers' Llama, also compiled.
     """
+    batches = ["4x1"] if options.toy else ["64x2", "128x1"]
+    _step(options, "155m-1k", ["--warmup=2", "--compile-baseline", "--more-batches", *batches])
+
+
+def step_1b(record: Record, options: argparse.Namespace) -> None:
+    """Time and profile training steps of TAPE and RoPE, of RoPE also by FlashAttention, and of
+    transformers' Llama.
+    """
+    backend = "tiled" if options.toy else "flash_attn"
+    _step(options, "1.3b-4k", ["--warmup=1", "--rope-backends", backend])
+
+
+def _step(options: argparse.Namespace, shape: str, more_arguments: list[str]) -> None:
+    """Run `benchmarks.train_step` with a key of `measured_model.SHAPES` and further options."""
     from benchmarks import train_step
 
     size = ["--shape", shape, "--repetitions", "3"]
     if options.toy:
         size = ["--shape", "toy", "--repetitions", "1"]
-    train_step.main([*size, *more_arguments, *_record_arguments(options)])
+    train_step.main([*size, "--profile", *more_arguments, *_record_arguments(options)])
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
     """Compare losses and gradients of 20 training steps of TAPE and RoPE on the GPU with those on
     the CPU.
+    """
+    _run_tests(record, options, TOY_TRAINING_TESTS if options.toy else TRAINING_TESTS)
+
+
+def two_ranks(record: Record, options: argparse.Namespace) -> None:
+    """Train on two ranks that share one GPU, and compare with one rank."""
+    if (ROOT / TWO_RANKS_TESTS).exists():
+        _run_tests(record, options, [TWO_RANKS_TESTS])
+    else:
+        record.write({"tests": {TWO_RANKS_TESTS: "does not exist in this version"}})
+
+
+def _run_tests(record: Record, options: argparse.Namespace, tests: list[str]) -> None:
+    """Run tests with pytest, and record the outcome of each as soon as it is known.
+
+    `tests` are files of the repository, or tests as pytest names them.
     """
     import pytest
 
@@ -142,25 +202,90 @@ def training(record: Record, options: argparse.Namespace) -> None:
             record.write({"tests": outcomes})
 
     os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
-    file = ROOT / "tests" / "gpu" / "test_training_on_gpu.py"
-    names = TOY_TRAINING_TESTS if options.toy else TRAINING_TESTS
-    tests = [f"{file}::{name}" for name in names]
     # Without the repository's pytest options, which need plug-ins that a GPU machine may lack.
-    arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *tests]
+    arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider"]
+    # A test that is given by its name runs even if it is slow.
+    if options.toy and not any("::" in test for test in tests):
+        arguments += ["-m", "not slow"]
+    arguments += [str(ROOT / test) for test in tests]
     status = pytest.main(arguments, plugins=[OutcomeRecorder()])
     # Failed tests are in the record, as problems of the trial.
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"pytest ended with {status!r}")
 
 
+def commands(record: Record, options: argparse.Namespace) -> None:
+    """Run the project's commands at small size: train, kill and continue, evaluate, extend, export,
+    load and generate.
+    """
+    from benchmarks.trial_commands import run_commands
+
+    outcomes = {}
+    with tempfile.TemporaryDirectory(prefix="gpu-trial-commands-") as folder:
+        for name, outcome in run_commands(Path(folder), options.toy):
+            outcomes[name] = outcome
+            record.write({"tests": outcomes})
+            print(f"{name}: {outcome}", flush=True)
+
+
+def sanitizer(record: Record, options: argparse.Namespace) -> None:
+    """Run kernels that use shared memory under compute-sanitizer, if it is installed."""
+    toolkit = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    program = shutil.which("compute-sanitizer", path=toolkit)
+    if program is None or options.toy:
+        reason = "not installed" if program is None else "needs a GPU"
+        record.write({"tests": {"compute-sanitizer": reason}})
+        return
+
+    outcomes = {}
+    # At the same time, since importing torch takes most of the time.
+    with ThreadPoolExecutor(len(SANITIZED)) as threads:
+        checks = [threads.submit(_sanitize, program, *check) for check in SANITIZED]
+        for (tool, name, _), check in zip(SANITIZED, checks):
+            outcomes[f"{tool} of {name}"] = check.result()
+            record.write({"tests": outcomes})
+
+
+def _sanitize(program: str, tool: str, name: str, kernels: str) -> str:
+    """Return the outcome of a kernel's check under a tool of compute-sanitizer: "passed", or
+    "failed: ..." with the end of the output.
+
+    `kernels` is a part of the names of the kernels to check.
+    """
+    check = (
+        "from benchmarks.kernel_cases import LENGTH, Case, compile_case;"
+        f" compile_case(Case({SANITIZED_SHAPE!r}, {name!r}, LENGTH))"
+    )
+    command = [program, f"--tool={tool}", "--kernel-name", f"kns={kernels}"]
+    command += [f"--error-exitcode={SANITIZER_FOUND}", sys.executable, "-c", check]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        # Otherwise one allocation holds many tensors, and accesses beyond a tensor are not found.
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode == 0:
+        return "passed"
+    words = " ".join(done.stdout.split())
+    if done.returncode == SANITIZER_FOUND:
+        return f"failed: {words[-300:]}"
+    return f"failed: exit status {done.returncode}: {words[-300:]}"
+
+
 PARTS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
     "machine": machine,
+    "step-155m": step_155m,
     "compile": compile_kernels,
     "correctness": correctness,
+    "step-1.3b": step_1b,
     "attention": attention,
-    "step-155m": functools.partial(step, "155m-1k", ["--warmup", "2"]),
-    "step-1.3b": functools.partial(step, "1.3b-4k", ["--warmup", "1", "--profile"]),
     "training": training,
+    "two-ranks": two_ranks,
+    "commands": commands,
+    "sanitizer": sanitizer,
 }
 
 

@@ -195,8 +195,20 @@ def test_the_summary_lists_wrong_results_and_the_ratio_of_steps():
     results = {
         "correctness": {"planned": 3, "cases": cases},
         "attention": {"results": [timed]},
-        "step-155m": {"models": {}, "parity": {}, "peak_flops": 1e15, "ratio_time": 1.2},
+        "machine": {"launch_seconds": {"torch": 3.2e-6, "triton": 7.5e-6}},
+        "step-155m": {
+            "models": {},
+            "parity": {},
+            "peak_flops": 1e15,
+            "ratio_time": 1.2,
+            "batches": {
+                "64x2": {"models": {}, "ratio_time": 1.15},
+                "128x1": {"models": {}, "error": "OutOfMemoryError: no room"},
+            },
+        },
         "training": {"tests": {"tape": "passed", "rope": "failed: loss at step 3"}},
+        "commands": {"tests": {"train": "passed", "export": "failed: no checkpoint"}},
+        "sanitizer": {"tests": {"compute-sanitizer": "not installed"}},
     }
     parts = {
         name: {"status": "done", "seconds": 9.0, "results": found}
@@ -212,12 +224,17 @@ def test_the_summary_lists_wrong_results_and_the_ratio_of_steps():
         "correctness of 12x64 position update at 272 tokens",
         "12x64@1024 tape triton",
         "rope",
+        "export",
     }
     text = "\n".join(summary(record))
     assert "Machine: unknown" in text
     assert "- rope: failed: loss at step 3" in text
     assert "| **3.00** |" in text
     assert "step-155m: TAPE's step takes 1.200 times RoPE's." in text
+    assert "step-155m 64x2: TAPE's step takes 1.150 times RoPE's." in text
+    assert "step-155m 128x1: OutOfMemoryError: no room" in text
+    assert "| export | failed: no checkpoint |" in text
+    assert "| compute-sanitizer | not installed |" in text
 
 
 @pytest.mark.slow
@@ -244,6 +261,7 @@ def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
     assert {results["environment"]["commit"] for results in found.values()} == {"abc"}
     assert found["machine"]["matmul_flops"] > 0
     assert found["machine"]["copy_bytes_per_second"] > 0
+    assert min(found["machine"]["launch_seconds"].values()) > 0
     for name in ("compile", "correctness"):
         cases = found[name]["cases"]
         assert len(cases) == found[name]["planned"] >= 7
@@ -252,13 +270,20 @@ def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
     (result,) = found["attention"]["results"]
     assert result["timed"]["forward+backward"]["tape triton"] == {"interpreted": True}
     assert result["of_rope"]["forward+backward"]["ratio"] > 0
-    for name in ("step-155m", "step-1.3b"):
-        assert set(found[name]["models"]) == {"tape", "rope", "transformers"}
-        assert found[name]["ratio_time"] > 0
-    assert set(found["training"]["tests"].values()) == {"passed"}
-    assert len(found["training"]["tests"]) == 2
+    common = {"tape", "rope", "transformers"}
+    assert set(found["step-155m"]["models"]) == {*common, "transformers compiled"}
+    assert set(found["step-1.3b"]["models"]) == {*common, "rope tiled"}
+    (batch,) = found["step-155m"]["batches"].values()
+    for results in (found["step-155m"], found["step-1.3b"], batch):
+        assert results["ratio_time"] > 0
+        assert {"tape", "rope"} <= set(results["profiles"])
+    for name, number in (("training", 2), ("commands", 7)):
+        assert set(found[name]["tests"].values()) == {"passed"}
+        assert len(found[name]["tests"]) == number
+    assert found["sanitizer"]["tests"]
     assert all((tmp_path / f"step-1.3b-{name}.trace.json.gz").exists() for name in ("tape", "rope"))
     lines = (tmp_path / "summary.md").read_text()
     assert "No GPU: toy size" in lines
     assert "No problems were found." in lines
+    assert "| step-155m 4x1: ms of a step | rope | tape | tape - rope |" in lines
     assert lines.strip() in done.stdout
