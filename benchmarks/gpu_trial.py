@@ -247,6 +247,9 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
                     yield f"{result['shape']} {candidate}", why
         for baseline, why in results.get("rejected_rivals", {}).items():
             yield f"{baseline} in {name}", why
+        for result in results_by_batch(name, results).values():
+            for model, why in result.get("failed_profiles", {}).items():
+                yield f"profile of {model} in {name}", why
         for test, outcome in results.get("tests", {}).items():
             if outcome.startswith("failed"):
                 yield test, outcome

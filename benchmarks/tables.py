@@ -152,11 +152,22 @@ def profile_table(label: str, result: dict) -> Iterator[str]:
 
     unknown = {}
     for record in records:
-        unknown |= record["unknown_kernels"]
+        for kernel in record["unknown_kernels"]:
+            unknown[kernel["name"]] = f"`{kernel['name']}` {1e3 * kernel['seconds']:.2f}"
     if unknown:
-        listed = ", ".join(f"`{name}` {1e3 * time:.2f}" for name, time in unknown.items())
         yield ""
-        yield f"Kernels of class other, in ms: {listed}."
+        yield f"Kernels of class other, in ms: {', '.join(unknown.values())}."
+
+
+def kernel_table(profile: dict) -> Iterator[str]:
+    """Yield the lines of a table of the kernels that took the most time. `profile` is a record of
+    `trace_analysis.analyze`.
+    """
+    yield "| ms of a step | kernels | class | name |"
+    yield "|--:|--:|---|---|"
+    for kernel in profile["largest_kernels"]:
+        milliseconds = f"{1e3 * kernel['seconds']:.3f}"
+        yield f"| {milliseconds} | {kernel['number']} | {kernel['class']} | `{kernel['name']}` |"
 
 
 def _percent_cell(share: float | None) -> str:

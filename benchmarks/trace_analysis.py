@@ -25,12 +25,15 @@ OPTIMIZER = "optimizer"
 """The phase and the class of the optimizer."""
 OTHER = "other"
 """The class of kernels that no rule knows."""
-MAX_LISTED = 12
-"""Maximum number of kernels that a record lists by name."""
+MAX_LISTED = 25
+"""Maximum number of kernels in each list of a record."""
+MAX_CHARACTERS = 160
+"""Characters of a kernel's name in these lists; names of templates are longer."""
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_RANGE_CATEGORIES = ("cpu_op", "user_annotation")
+_USER_RANGE = "user_annotation"
+_RANGE_CATEGORIES = ("cpu_op", _USER_RANGE)
 # Such as cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx and hipModuleLaunchKernel.
 _LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch")
 _COMMUNICATION = "communication"
@@ -171,27 +174,41 @@ def analyze(trace: dict) -> dict:
         kernels, launches: their numbers, which differ with CUDA graphs and copies
         launch_seconds: mean time that the host takes for a launch
         launch_gap_seconds: median time of the host between a launch and the next one
-        unknown_kernels: the seconds of kernels of class "other", by name, the largest first
+        largest_kernels: name, class, seconds and number of the kernels with the largest time
+        unknown_kernels: those of class "other", if any
 
     Raises ValueError if the trace has no range `STEP`.
     """
     events = [Event.parse(event) for event in trace["traceEvents"] if event.get("ph") == "X"]
-    step = next((event for event in events if event.name == STEP), None)
+    # A GPU's trace also has the range around the step's kernels.
+    ranges = (event for event in events if event.category == _USER_RANGE)
+    step = next((event for event in ranges if event.name == STEP), None)
     if step is None:
         raise ValueError(f"the trace has no range {STEP!r}")
 
     kernels = [kernel for kernel in _kernels(events) if _is_within(kernel.launch, step)]
     kernels.sort(key=lambda kernel: kernel.event.start)
     by_class: defaultdict[str, float] = defaultdict(float)
-    unknown: defaultdict[str, float] = defaultdict(float)
+    # By the name and the class, since elementwise kernels belong to several classes.
+    durations = defaultdict(list)
     for kernel in kernels:
         kind = kernel.kind
         by_class[kind] += kernel.event.duration
-        if kind == OTHER:
-            unknown[kernel.event.name] += kernel.event.duration
+        durations[kernel.event.name, kind].append(kernel.event.duration)
+
+    listed = [
+        {
+            "name": name[:MAX_CHARACTERS],
+            "class": kind,
+            "seconds": _seconds(sum(times)),
+            "number": len(times),
+        }
+        for (name, kind), times in durations.items()
+    ]
+    listed.sort(key=lambda entry: -entry["seconds"])
+    unknown = [entry for entry in listed if entry["class"] == OTHER]
 
     idle = _idle_by_phase(kernels, step)
-    largest = sorted(unknown.items(), key=lambda item: -item[1])[:MAX_LISTED]
     return {
         "seconds": _seconds(step.duration),
         "busy_seconds": _seconds(step.duration - sum(idle.values())),
@@ -201,7 +218,8 @@ def analyze(trace: dict) -> dict:
         },
         "kernels": len(kernels),
         **_launch_statistics(kernels),
-        "unknown_kernels": {name: _seconds(time) for name, time in largest},
+        "largest_kernels": listed[:MAX_LISTED],
+        "unknown_kernels": unknown[:MAX_LISTED],
     }
 
 

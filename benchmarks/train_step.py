@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 from benchmarks import trace_analysis
 from benchmarks.baselines import BASELINE, COMPILED, Baseline
@@ -58,7 +59,7 @@ from benchmarks.measured_model import (
     rms_difference,
     run_config,
 )
-from benchmarks.tables import profile_table, results_by_batch, step_table
+from benchmarks.tables import kernel_table, profile_table, results_by_batch, step_table
 from benchmarks.timing import describe_error, matmul_peak, median_ratio
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
@@ -468,31 +469,38 @@ class Comparison:
         self.log(f"token losses {difference_text} (allowed: {allowed:.2g})")
 
     def _profile(self, measured: MeasuredModel) -> None:
-        """Profile a step: print the slowest operations, add the analysis to the results, and keep
-        the trace if there is a record. Do nothing for the baseline.
+        """Profile a step: add the analysis to the results, print the slowest kernels, and keep the
+        trace if there is a record. Do nothing for the baseline.
+
+        If it fails, record the reason, so that other models are still measured.
         """
         if measured.name not in self.configs:
             return
-        profiler = measured.profiled_step()
-        sort_by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        self.log(profiler.key_averages().table(sort_by=sort_by, row_limit=20))
-        if self.layout.rank > 0:
-            return
+        try:
+            profiler = measured.profiled_step()
+            if self.layout.rank == 0:
+                self._analyze(measured.name, profiler)
+        except Exception as error:
+            self.result.setdefault("failed_profiles", {})[measured.name] = describe_error(error)
+        if "parity" in self.result:
+            self.write()
 
+    def _analyze(self, name: str, profiler: profile) -> None:
+        """Add the analysis of a profiled step to the results."""
         with tempfile.TemporaryDirectory() as folder:
             prefix = self.traces or Path(folder) / "step"
-            name = measured.name.replace(" ", "-")
-            path = prefix.with_name(f"{prefix.name}-{name}.trace.json.gz")
+            file_name = f"{prefix.name}-{name.replace(' ', '-')}.trace.json.gz"
+            path = prefix.with_name(file_name)
             profiler.export_chrome_trace(str(path))
             with gzip.open(path) as file:
                 trace = json.load(file)
+
         profiles = self.result.setdefault("profiles", {})
-        profiles[measured.name] = trace_analysis.analyze(trace)
+        profiles[name] = trace_analysis.analyze(trace)
+        self.log("\n".join(kernel_table(profiles[name])))
         if {"rope", "tape"} <= profiles.keys():
             differences = trace_analysis.class_differences(profiles["tape"], profiles["rope"])
             self.result["profile_differences"] = differences
-        if "parity" in self.result:
-            self.write()
 
 
 def batch_of(text: str) -> tuple[int, int]:

@@ -33,8 +33,8 @@ DOCUMENT_CHARACTERS = 4000
 """Long enough for the evaluation at four times the length of training at toy size."""
 CACHED_TOKENS = 4
 """Tokens that are decoded one by one, with a cache."""
-MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""Maximum relative difference of logits with a cache from those without, by dtype."""
+MAX_LOGIT_ERROR = 1e-3
+"""Maximum relative difference in fp32 of logits with a cache from those without."""
 MAX_LOSS_ERROR = {"fp32": 1e-4, "bf16": 0.005}
 """Maximum relative difference of the losses of the continued run, by precision. Some kernels sum
 in a different order in each run.
@@ -71,7 +71,8 @@ class Sizes:
 
 
 TOY = Sizes(layers=2, heads=2, head_dim=16, seq_length=32, batch=2, precision="fp32")
-SMALL = Sizes(layers=4, heads=4, head_dim=64, seq_length=256, batch=8, precision="bf16")
+# The heads of the 155M model, whose kernels are compiled already.
+SMALL = Sizes(layers=4, heads=12, head_dim=64, seq_length=256, batch=8, precision="bf16")
 
 
 def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
@@ -229,10 +230,9 @@ class Commands:
 
         from megatron_tape.evaluation.model_source import find_model
 
-        dtype = torch.bfloat16 if self.sizes.precision == "bf16" else torch.float32
         path = str(self.folder / "exported")
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=find_model(path).needs_trust
+            path, dtype=torch.float32, trust_remote_code=find_model(path).needs_trust
         )
         model = model.to(device_here()).eval()
         generator = torch.Generator().manual_seed(0)
@@ -249,7 +249,7 @@ class Commands:
         difference = torch.cat(found, 1).float() - expected
         error = float(difference.norm() / expected.norm())
         # Not `>`, which is false for NaN.
-        if not error <= MAX_ERROR[dtype]:
+        if not error <= MAX_LOGIT_ERROR:
             raise RuntimeError(f"logits with a cache are off by {error:.2g}")
 
         text = model.generate(prompt, max_new_tokens=CACHED_TOKENS, do_sample=False)

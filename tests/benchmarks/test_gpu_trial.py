@@ -201,6 +201,7 @@ def test_the_summary_lists_wrong_results_and_the_ratio_of_steps():
             "parity": {},
             "peak_flops": 1e15,
             "ratio_time": 1.2,
+            "failed_profiles": {"tape": "ValueError: no range"},
             "batches": {
                 "64x2": {"models": {}, "ratio_time": 1.15},
                 "128x1": {"models": {}, "error": "OutOfMemoryError: no room"},
@@ -223,6 +224,7 @@ def test_the_summary_lists_wrong_results_and_the_ratio_of_steps():
         "correctness of 12x64 tape torch at 272 tokens",
         "correctness of 12x64 position update at 272 tokens",
         "12x64@1024 tape triton",
+        "profile of tape in step-155m",
         "rope",
         "export",
     }
@@ -264,15 +266,16 @@ def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
     assert min(found["machine"]["launch_seconds"].values()) > 0
     for name in ("compile", "correctness"):
         cases = found[name]["cases"]
-        assert len(cases) == found[name]["planned"] >= 7
+        assert len(cases) == found[name]["planned"]
         assert all("error" not in case for case in cases)
-    assert {"tape torch", "rope torch"} < {case["name"] for case in found["correctness"]["cases"]}
+    names = {case["name"] for case in found["correctness"]["cases"]}
+    assert {"tape torch", "rope torch", "attention", "position update", "swiglu"} < names
     (result,) = found["attention"]["results"]
     assert result["timed"]["forward+backward"]["tape triton"] == {"interpreted": True}
     assert result["of_rope"]["forward+backward"]["ratio"] > 0
-    common = {"tape", "rope", "transformers"}
-    assert set(found["step-155m"]["models"]) == {*common, "transformers compiled"}
-    assert set(found["step-1.3b"]["models"]) == {*common, "rope tiled"}
+    rivals = {"transformers", "transformers compiled"}
+    assert set(found["step-155m"]["models"]) == {"tape", "rope", *rivals}
+    assert set(found["step-1.3b"]["models"]) == {"tape", "rope", "rope tiled"}
     (batch,) = found["step-155m"]["batches"].values()
     for results in (found["step-155m"], found["step-1.3b"], batch):
         assert results["ratio_time"] > 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.tables import profile_table
+from benchmarks.tables import kernel_table, profile_table
 from benchmarks.trace_analysis import (
     CLASSES,
     NO_PHASE,
@@ -55,9 +55,11 @@ def trace():
     accumulates = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
     events = [
         {"ph": "M", "name": "process_name"},
+        event("gpu_user_annotation", STEP, 50, 925, 7),
         event("user_annotation", STEP, 0, 1000),
         event("user_annotation", f"{PHASE}forward", 10, 200),
         event("user_annotation", f"{PHASE}backward", 200, 600),
+        event("user_annotation", f"{PHASE}communication", 244, 260, AUTOGRAD),
         event("user_annotation", f"{PHASE}optimizer", 600, 900),
         event("gpu_user_annotation", f"{PHASE}forward", 50, 170, 7),
         event("cpu_op", "aten::mm", 12, 28),
@@ -65,12 +67,12 @@ def trace():
         event("cpu_op", "aten::mul", 35, 55),
         event("cpu_op", accumulates, 210, 240, AUTOGRAD),
         # On another thread than the launch, so it does not enclose it.
-        event("cpu_op", "_LinearCrossEntropyBackward", 205, 245),
+        event("cpu_op", "_LinearCrossEntropyBackward", 215, 245),
         *launched(0, ELEMENTWISE, (-50, -45), -20, -10),
         *launched(1, "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_TNT", (20, 24), 50, 150),
         *launched(2, ELEMENTWISE, (40, 46), 150, 170),
         *launched(3, ELEMENTWISE, (220, 225), 260, 300, thread=AUTOGRAD),
-        *launched(4, "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", (250, 255), 280, 400, stream=9),
+        *launched(4, "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", (250, 255), 258, 400, stream=9),
         *launched(5, "_update_backward", (300, 308), 400, 450, call="cuLaunchKernelEx"),
         *launched(6, "mystery", (500, 503), 510, 530),
         *launched(7, ELEMENTWISE, (700, 710), 720, 800, call="cudaLaunchKernelExC"),
@@ -97,24 +99,36 @@ def test_times_are_summed_by_class_and_gaps_by_phase(trace):
             "loss": 20 * microseconds,
             "gradient accumulation": 40 * microseconds,
             "optimizer": 80 * microseconds,
-            "communication": 120 * microseconds,
+            "communication": 142 * microseconds,
             "copies and casts": 10 * microseconds,
             OTHER: 20 * microseconds,
         }
     )
-    # Kernels 3 and 4 overlap for 20 microseconds.
+    # Kernel 3 runs while kernel 4 does.
     assert found["seconds"] == pytest.approx(1000 * microseconds)
-    assert found["busy_seconds"] == pytest.approx(420 * microseconds)
+    assert found["busy_seconds"] == pytest.approx(422 * microseconds)
     assert found["idle_seconds"] == pytest.approx(
         {
             "forward": 50 * microseconds,
-            "backward": (90 + 60) * microseconds,
+            "communication": 88 * microseconds,
+            "backward": 60 * microseconds,
             "optimizer": 190 * microseconds,
             NO_PHASE: 115 * microseconds,
             "end of step": 75 * microseconds,
         }
     )
-    assert found["unknown_kernels"] == pytest.approx({"mystery": 20 * microseconds})
+    (unknown,) = found["unknown_kernels"]
+    assert unknown == {"name": "mystery", "class": OTHER, "seconds": 2e-5, "number": 1}
+    assert [entry["class"] for entry in found["largest_kernels"]] == [
+        "communication",
+        "matrix products",
+        "optimizer",
+        "position update",
+        "gradient accumulation",
+        "loss",
+        OTHER,
+        "copies and casts",
+    ]
 
 
 def test_launches_have_the_times_of_the_host(trace):
@@ -229,7 +243,8 @@ def test_the_table_has_differences_of_tape_and_rope(trace):
     lines = list(profile_table("155m", result))
     assert lines[0] == "| 155m: ms of a step | tape | rope | tape - rope |"
     assert "| position update | 0.05 |  | 0.05 |" in lines
-    assert "| GPU idle: backward | 0.15 | 0.15 | 0.00 |" in lines
+    assert "| GPU idle: backward | 0.06 | 0.06 | 0.00 |" in lines
     assert "| kernels, launches | 8, 7 | 8, 7 | |" in lines
     assert lines[-1] == "Kernels of class other, in ms: `mystery` 0.02."
+    assert "| 0.020 | 1 | other | `mystery` |" in list(kernel_table(tape))
     assert list(profile_table("155m", {"models": models})) == []
