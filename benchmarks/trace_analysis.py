@@ -1,18 +1,21 @@
 """Analyze the Chrome trace of a profiled training step: where the GPU's time goes. Does not import
 torch.
 
-`analyze` sums the time of the GPU's kernels by class. A kernel's class follows from its name or, if
-the name is that of an operation that many parts of a model use, from the operations that enclose
-its launch. Kernels that no rule knows are of class "other" and listed: add rules to `NAMES`.
+`analyze` sums the time of the GPU's kernels by class. The class of one of this project's kernels
+follows from its file. Otherwise, it follows from the kernel's name or, for copies and elementwise
+kernels, from the operations that enclose the launch. Kernels that no rule knows are of class
+"other" and listed: add rules to `NAMES`.
 
 The trace of a step without a GPU has no kernels. Operations that no others call stand for them.
 """
 
+import functools
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 STEP = "benchmark: step"
@@ -41,26 +44,33 @@ _COPIES = "copies and casts"
 _ELEMENTWISE = "other elementwise"
 
 
-def _rules(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern], ...]:
+KERNELS = Path(__file__).parents[1] / "megatron_tape" / "ops" / "kernels"
+"""The folder of this project's Triton kernels."""
+CLASSES_BY_FILE = {
+    "triton_attention": "attention",
+    "triton_position_update": "position update",
+    "triton_rotation": "rotation",
+    "triton_swiglu": "activation",
+}
+"""The class of the kernels in each file of `KERNELS`."""
+
+
+def _rules(*rules: tuple[str, str], flags: int = 0) -> tuple[tuple[str, re.Pattern], ...]:
     """Return pairs of a class and the compiled pattern of its names."""
-    return tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in rules)
+    return tuple((kind, re.compile(pattern, flags)) for kind, pattern in rules)
 
 
-# The first pattern that is found in a kernel's name decides. Names that begin with an underscore
-# are those of this project's Triton kernels (megatron_tape/ops/kernels), and those that begin with
-# aten:: are operations, in traces without a GPU.
+# The first pattern that is found in a kernel's name decides. Names that begin with aten:: are those
+# of operations, in traces without a GPU.
 NAMES = _rules(
     (_COMMUNICATION, r"nccl|rccl|gloo:|^c10d::"),
-    # FlashAttention 2 to 4, cuDNN's kernels, torch's memory-efficient attention, and ours. Before
-    # the matrix products, since FlashAttention-4's names contain "cutlass".
+    # FlashAttention 2 to 4, cuDNN's kernels and torch's memory-efficient attention. Before the
+    # matrix products, since FlashAttention-4's names contain "cutlass".
     (
         "attention",
         r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to_16bits|flex_attention"
-        r"|scaled_dot_product|^_(forward|delta|backward_keys|backward_queries)$",
+        r"|scaled_dot_product",
     ),
-    ("position update", r"^_update"),
-    ("rotation", r"^_(rotate|join|split|halves)"),
-    ("activation", r"^_swiglu"),
     ("loss", r"liger|cross_entropy|nll_?loss|softmax"),
     # GammaBeta: the gradients of a norm's weights in torch.
     ("norms", r"(layer|rms)_?norm|GammaBeta"),
@@ -79,18 +89,19 @@ NAMES = _rules(
         r"elementwise|reduce_kernel|reduction|index|gather|scatter|embedding|compute_grad_weight"
         r"|scan|sort|^triton_(poi|red|per)_|distribution|^aten::",
     ),
+    flags=re.IGNORECASE,
 )
 
 # For kernels that copy, or are elementwise, or that no rule above knows: patterns of the names of
 # the enclosing operations, among them our autograd functions. The innermost operation that a
 # pattern matches decides.
 OPERATIONS = _rules(
-    ("loss", r"_LinearCrossEntropy|cross_entropy|nll_loss|NllLoss|log_softmax"),
+    ("loss", r"_LinearCrossEntropy|cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax"),
     ("position update", r"_(Compact)?Update(Backward)?$"),
-    ("rotation", r"_RotatedAndJoined|_Halves|_Phases|_WithModulus"),
-    ("attention", r"attention|ScaledDotProduct"),
+    ("rotation", r"_RotatedAndJoined|_Halves|_Split(Backward)?$|_Phases|_WithModulus"),
+    ("attention", r"[aA]ttention|FlashAttn"),
     ("activation", r"SwiGLU"),
-    ("norms", r"(layer|rms)_?norm"),
+    ("norms", r"rms_norm|layer_norm|RmsNorm|RMSNorm|LayerNorm"),
     ("gradient accumulation", r"AccumulateGrad"),
 )
 
@@ -242,7 +253,7 @@ def kernel_class(name: str, phase: str = NO_PHASE, enclosing: Iterable[str] = ()
     `phase` is the phase of the step, and `enclosing` has the names of the operations that enclose
     its launch, the innermost one last.
     """
-    kind = _first_match(NAMES, name)
+    kind = own_kernels().get(name) or _first_match(NAMES, name)
     if kind == _COMMUNICATION:
         return kind
     # The optimizer's kernels are mostly elementwise: norms, casts and fills of all weights.
@@ -254,6 +265,19 @@ def kernel_class(name: str, phase: str = NO_PHASE, enclosing: Iterable[str] = ()
         if specific := _first_match(OPERATIONS, operation):
             return specific
     return kind or OTHER
+
+
+@functools.cache
+def own_kernels() -> dict[str, str]:
+    """Return the class of each of this project's Triton kernels by the kernel's name, that of its
+    function.
+    """
+    classes = {}
+    for file, kind in CLASSES_BY_FILE.items():
+        source = (KERNELS / f"{file}.py").read_text(encoding="utf-8")
+        for name in re.findall(r"^@triton\.jit.*\ndef (\w+)\(", source, re.MULTILINE):
+            classes[name] = kind
+    return classes
 
 
 def _first_match(rules: tuple[tuple[str, re.Pattern], ...], name: str) -> str | None:

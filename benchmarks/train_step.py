@@ -263,7 +263,9 @@ class Comparison:
             for name in ("tape", "rope"):
                 self._measure_together([name])
             for name in rivals:
-                self._measure_rival(name)
+                # `auto` may have chosen the same backend.
+                if name != f"rope {self.result['models']['rope']['attention']}":
+                    self._measure_rival(name)
             return
         # Steps of all models alternate, so a model that cannot take a step is left out before.
         names = [*ENCODINGS, *(name for name in rivals if self._can_step(name))]

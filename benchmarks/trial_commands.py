@@ -39,6 +39,8 @@ MAX_LOSS_ERROR = {"fp32": 1e-4, "bf16": 0.005}
 """Maximum relative difference of the losses of the continued run, by precision. Some kernels sum
 in a different order in each run.
 """
+OWN_PACKAGES = ("megatron_tape", "pretrain", "tools", "benchmarks")
+"""Packages of this project, which are never missing."""
 SECONDS = 90.0
 """Time limit of a command in another process."""
 
@@ -76,8 +78,8 @@ SMALL = Sizes(layers=4, heads=12, head_dim=64, seq_length=256, batch=8, precisio
 
 
 def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
-    """Run all commands, with files in `folder`. Yield the name of each and its outcome, "passed" or
-    "failed: ..." with the error.
+    """Run all commands, with files in `folder`. Yield the name of each and its outcome: "passed",
+    "skipped: ..." with the package that is not installed, or "failed: ..." with the error.
     """
     commands = Commands(folder, TOY if toy else SMALL)
     steps: dict[str, Callable[[], None]] = {
@@ -93,6 +95,9 @@ def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
         for name, step in steps.items():
             try:
                 step()
+            except ModuleNotFoundError as error:
+                outcome = "failed" if str(error.name).startswith(OWN_PACKAGES) else "skipped"
+                yield name, f"{outcome}: {error}"
             # A command that refuses its arguments exits.
             except (Exception, SystemExit) as error:
                 yield name, f"failed: {type(error).__name__}: {one_line(error)}"

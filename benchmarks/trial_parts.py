@@ -139,18 +139,18 @@ def attention(record: Record, options: argparse.Namespace) -> None:
 
 
 def step_155m(record: Record, options: argparse.Namespace) -> None:
-    """Time and profile training steps of TAPE and RoPE with three micro-batch sizes, and of
-    transformers' Llama, also compiled.
+    """Time and profile training steps of TAPE and RoPE with three micro-batch sizes. Time those of
+    transformers' Llama, with and without torch.compile.
     """
     batches = ["4x1"] if options.toy else ["64x2", "128x1"]
     _step(options, "155m-1k", ["--warmup=2", "--compile-baseline", "--more-batches", *batches])
 
 
 def step_1b(record: Record, options: argparse.Namespace) -> None:
-    """Time and profile training steps of TAPE and RoPE, of RoPE also by FlashAttention, and of
-    transformers' Llama.
+    """Time and profile training steps of TAPE and RoPE, of RoPE by torch and by FlashAttention.
+    Time those of transformers' Llama.
     """
-    more_arguments = ["--warmup=1", "--rope-backends", "flash_attn"]
+    more_arguments = ["--warmup=1", "--rope-backends", "flash_attn", "torch"]
     if options.toy:
         # The part `step-155m` measures transformers' Llama.
         more_arguments = ["--warmup=1", "--rope-backends", "tiled", "--against"]

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.tables import kernel_table, profile_table
 from benchmarks.trace_analysis import (
     CLASSES,
+    CLASSES_BY_FILE,
+    KERNELS,
     NO_PHASE,
     OTHER,
     PHASE,
@@ -12,6 +14,7 @@ from benchmarks.trace_analysis import (
     analyze,
     class_differences,
     kernel_class,
+    own_kernels,
 )
 
 MAIN = 1
@@ -206,6 +209,13 @@ def test_names_of_kernels_have_classes(name, kind):
     assert kernel_class(name) == kind
 
 
+def test_every_file_of_kernels_has_a_class():
+    assert CLASSES_BY_FILE.keys() == {path.stem for path in KERNELS.glob("triton_*.py")}
+    assert set(CLASSES_BY_FILE.values()) < set(CLASSES)
+    # Each file has kernels.
+    assert set(own_kernels().values()) == set(CLASSES_BY_FILE.values())
+
+
 def test_operations_and_phases_decide_for_elementwise_kernels():
     attention = "autograd::engine::evaluate_function: _AttentionBackward"
     for operation, kind in {
@@ -213,6 +223,9 @@ def test_operations_and_phases_decide_for_elementwise_kernels():
         "_Update": "position update",
         "autograd::engine::evaluate_function: _CompactUpdateBackward": "position update",
         "_RotatedAndJoined": "rotation",
+        "autograd::engine::evaluate_function: _SplitBackward": "rotation",
+        "autograd::engine::evaluate_function: SplitBackward0": "other elementwise",
+        "aten::unsafe_split": "other elementwise",
         attention: "attention",
         "aten::_fused_rms_norm_backward": "norms",
         "_SwiGLU": "activation",
