@@ -5,7 +5,9 @@ torch's SDPA, with these exceptions:
 
 - Only `torch`, `torch_wide` and `naive` keep the mask of packed documents.
 - The Triton kernel keeps no rotated queries and keys.
-- `torch_wide` computes values and position state in one call, and keeps them in one tensor.
+- `torch_wide` and FlashAttention-4 average values and position state in one call, and keep them in
+  one tensor. FlashAttention-4 keeps the keys and this tensor for each query head. It is assumed
+  where it supports such a call; version 2 keeps less.
 
 The estimate is too low in two cases. With grouped keys, SDPA has no fast kernel and may keep the S
 x S scores of a sequence of S tokens in fp32. Shifted sparse attention, which is counted as full
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
+from megatron_tape.ops.backends.table import FLASH_ATTN_4_WIDE
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.plan import CALLED_TWICE, Plan
 
@@ -295,14 +298,15 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     if exchanges:
         returned = heads  # the outputs that the other context-parallel ranks return
 
-    # FlashAttention-4 is assumed where it accepts values and state in one tensor; version 2
-    # keeps less.
-    flash = plan.attention.backend == "flash_attn" and dim in (64, 128) and not grouped
-    if encoding.averages_state(layer) and (flash or plan.attention.backend == "torch_wide"):
+    if _averages_in_one_call(plan, layer):
         # Values and states are one tensor, and so are their averages; the output projection keeps a
         # copy.
         values += 2 * groups
         returned = heads
+        if grouped and plan.attention.backend == "flash_attn":
+            # Keys and this tensor are repeated for each query head.
+            keys = heads
+            values += 2 * (heads - groups)
         if not learns_rotation:
             # The original values, and queries and keys before their rotation, are not kept.
             normed = 0
@@ -311,6 +315,18 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
 
     kept_heads = projected + normed + queries + keys + values + returned + gate
     return batch.tokens * (kept_heads * dim * width + widened + scales_of_norms)
+
+
+def _averages_in_one_call(plan: Plan, layer: int) -> bool:
+    """Return whether one call of a library averages values and position state as one tensor."""
+    is_divided = (
+        plan.config.data.reset_attention_mask or plan.extension.attention == "shifted_sparse"
+    )
+    if is_divided or not plan.encoding.averages_state(layer):
+        return False
+    if plan.attention.backend == "flash_attn":
+        return plan.model.head_dim in FLASH_ATTN_4_WIDE.get(plan.generation, ())
+    return plan.attention.backend == "torch_wide"
 
 
 def _is_state_kept_elsewhere(plan: Plan, layer: int) -> bool:
@@ -337,7 +353,7 @@ def _attention_output_bytes(plan: Plan, layer: int) -> int:
     if plan.computes_whole_rows:
         # The backward pass recomputes whole rows of scores, which needs no log-sum-exp.
         log_sums = 0
-    elif plan.attention.backend in CALLED_TWICE:
+    elif plan.attention.backend in CALLED_TWICE and not _averages_in_one_call(plan, layer):
         # One for the call with the values, and one for the call with the state.
         log_sums = averages
     return plan.batch.tokens * heads * (averages * plan.model.head_dim * plan.width + 4 * log_sums)

@@ -1,6 +1,8 @@
 """Estimated parameters and activations equal those of built models and saved tensors."""
 
 import dataclasses
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from models import build, small_model
 from plans import middle_model, of_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
+from megatron_tape.model import language_model
 from megatron_tape.model.weights import shard
+from megatron_tape.ops.backends import flash
 from megatron_tape.ops.backends.table import BLACKWELL, CPU, HOPPER, OTHER_GPU
 from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
@@ -71,6 +75,53 @@ def test_saved_activations_of_packed_documents_equal_the_estimate(shape, recompu
     assert on_cpu(model, 2, "fp32", recompute, data__reset_attention_mask=True) == pytest.approx(
         saved, rel=0.02
     )
+
+
+class FlashAttention4(torch.autograd.Function):
+    """A stand-in that keeps what FlashAttention-4 keeps.
+
+    Tokens come first in the output's memory. From FlashAttention-4's layout, plain torch would copy
+    the average for the position update, which the kernel on GPUs does not.
+    """
+
+    @staticmethod
+    def forward(ctx, q_BSHD, k_BTGD, v_BTGE):
+        B, S, H, _ = q_BSHD.shape
+        output = q_BSHD.new_zeros(S, B, H, v_BTGE.shape[-1]).transpose(0, 1)
+        log_sums = q_BSHD.new_zeros(B, H, S, dtype=torch.float32)
+        ctx.save_for_backward(q_BSHD, k_BTGD, v_BTGE, output, log_sums)
+        return output
+
+
+@pytest.fixture
+def flash_attn_4(monkeypatch):
+    """Install the stand-in, for a model on the CPU as if it were on Hopper."""
+    module = ModuleType("flash_attn.cute.interface")
+    module.has_our_tiles = True
+    module.flash_attn_func = lambda *tensors, **options: FlashAttention4.apply(*tensors)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash, "flash_attn_version", lambda device: 4)
+    monkeypatch.setattr(flash, "takes_wide_value", lambda device, dim: dim in (64, 128))
+    monkeypatch.setattr(language_model, "chosen_backend", lambda *_: "flash_attn")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("encoding", ["tape", "rope"])
+def test_saved_activations_with_flash_attention_4_equal_the_estimate(
+    flash_attn_4, encoding, groups, head_dim, recompute
+):
+    model = small_model(
+        position_encoding=encoding,
+        num_query_groups=groups,
+        kv_channels=head_dim,
+        attention_backend="flash_attn",
+    )
+    built, _ = build(model, recompute=recompute, dtype=torch.bfloat16)
+    saved = saved_bytes(built, model)
+    assert on_cpu(model, 2, "bf16", recompute) == pytest.approx(saved, rel=0.004)
 
 
 def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_little():

@@ -130,8 +130,8 @@ TABLE = (
         condition=_suits_any_kernel,
         measured=_H200,
     ),
-    # Two calls compute 14 products instead of 10, which takes longer than repeating the keys and
-    # values.
+    # Two calls take 14 matrix products instead of 10. The difference takes longer than repeating
+    # keys and values.
     Row(
         AVERAGES,
         _ON_HOPPER,
