@@ -2,6 +2,7 @@
 a GPU.
 """
 
+import contextlib
 from functools import partial
 from unittest import mock
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from configurations import model_config
 from ops_interpreter import DEVICE, rounding_to_nearest
+from torch.utils.checkpoint import checkpoint
 
-from megatron_tape.model.backend import kernel_shapes
+from megatron_tape.model import backend as model_backend
+from megatron_tape.model.backend import FusedKernels, kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS
+from megatron_tape.ops.backends import BACKENDS, choice, sdpa_wide
 from megatron_tape.ops.kernels import (
     triton_attention,
     triton_position_update,
@@ -288,15 +291,22 @@ def test_an_error_in_one_row_is_named():
     assert (1, (32, 47)) in [(x.tensor, x.rows) for x in every if not x.exact]
 
 
-def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
+@contextlib.contextmanager
+def saving_bytes():
+    """Yield a dict that receives the bytes of each memory that autograd saves, by address."""
     saved = {}
 
     def keep(x):
-        saved[x.data_ptr()] = x.numel() * x.element_size()
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    inputs = [draw(64, 2, n, 32, dtype=BF16, seed=n).requires_grad_() for n in (4, 2, 2, 2)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield saved
+
+
+def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
+    inputs = [draw(64, 2, n, 32, dtype=BF16, seed=n).requires_grad_() for n in (4, 2, 2, 2)]
+    with saving_bytes() as saved:
         outputs = attention(*inputs, average_state=True, backend="triton")
     assert sum(saved.values()) == sum(x.nbytes for x in (*inputs, *outputs)) + 4 * 64 * 2 * 4
     assert {x.data_ptr() for x in (*inputs, *outputs)} <= set(saved)
@@ -330,6 +340,57 @@ def test_a_model_with_fused_kernels_equals_one_without(changes):
         loss.backward()
         results.append([loss.detach()] + [parameter.grad for parameter in built.parameters()])
     torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("state_precision", ["fp32", "bf16"])
+def test_the_update_writes_the_state_into_the_next_layers_value(monkeypatch, state_precision):
+    """`torch_wide` averages [v | z] as one tensor. cuDNN's kernel is replaced by torch's, which saves
+    only its inputs here, too.
+    """
+    pytest.importorskip("megatron.core")
+    from models import build, random_tokens, small_model
+
+    for module in (choice, model_backend):
+        monkeypatch.setattr(module, "unsupported", lambda *arguments: None)
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        partial(checkpoint, sdpa, use_reentrant=False),
+    )
+    rotate_and_join = mock.Mock(wraps=triton_rotation.rotate_and_join)
+    monkeypatch.setattr(triton_rotation, "rotate_and_join", rotate_and_join)
+    tokens = random_tokens(seed=1).to(DEVICE)
+    model = small_model(
+        num_layers=4,
+        hidden_size=128,
+        num_query_groups=4,
+        attention_backend="torch_wide",
+        state_precision=state_precision,
+    )
+
+    def results(fused, joins=True):
+        built, _ = build(model, device=DEVICE, dtype=BF16, fused=FusedKernels(fused))
+        assert built.encoding.joins_values
+        built.encoding.joins_values = joins
+        with saving_bytes() as saved:
+            loss = built(tokens, tokens)
+        loss.backward()
+        joined = [call.args[-1] for call in rotate_and_join.call_args_list]
+        rotate_and_join.reset_mock()
+        gradients = [parameter.grad for parameter in built.parameters()]
+        return [loss.detach(), *gradients], sum(x is not None for x in joined), sum(saved.values())
+
+    ours, joined, bytes_joined = results(fused=True)
+    separate, joined_separate, bytes_separate = results(fused=True, joins=False)
+    plain, *_ = results(fused=False)
+    # The last layer does not average the state.
+    assert (joined, joined_separate) == (2, 0)
+    assert bytes_separate - bytes_joined == 2 * tokens.numel() * 128 * 2
+    assert all(map(torch.equal, ours, separate))
+    torch.testing.assert_close(ours, plain, atol=5e-2, rtol=5e-2)
 
 
 def failure():
