@@ -77,7 +77,10 @@ def environment_on_device(rank, size, port):
     variables["LOCAL_WORLD_SIZE"] = str(size)
     if not ON_GPU:
         return alone() | variables
-    return without_launcher() | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | variables
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    # The address of the hostname may not work on a machine that was lent for a trial.
+    variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return without_launcher() | variables
 
 
 def free_port():

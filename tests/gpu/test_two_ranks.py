@@ -51,7 +51,7 @@ def result(tmp_path_factory):
         path = result_path(folder, name)
         if path.exists():
             return torch.load(path, weights_only=True)
-        pytest.fail(failures.get(name, f"{name} was not reached; failures: {failures}"))
+        pytest.fail(failures.get(name, f"{name} was not run, since {[*failures]} failed"))
 
     return load
 
