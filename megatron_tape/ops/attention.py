@@ -143,6 +143,7 @@ def _check(x: AttentionInputs) -> None:
     allowed_sizes: dict[str, tuple[set[int], ...]] = {
         "v_TBGD": ({T}, {B}, {G}, {D}),
         "z_TBGD": ({T}, {1, B}, {1, G}, {D}),
+        "joined_TBGE": ({T}, {B}, {G}, {2 * D}),
         "log_gate_TBH": ({T}, {B}, {H}),
     }
     if x.rotate:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.attention_inputs import split
 from megatron_tape.ops.backends import LIBRARIES
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
@@ -210,24 +211,32 @@ def attention_checks(
     """
     draw = _random_tensors(dtype, device)
     H, G = shapes.heads_and_groups_per_rank
-    # q has H heads; k, v and z have G groups.
-    *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
+    D = shapes.head_dim
+    # As in a model, queries, keys and values are the parts of one projection.
+    widths = [H // G * D, D, D]
+    qkv = draw(length, 2, G, sum(widths))
+    z = draw(length, 2, G, D)
 
     # The state is the last of `tensors` or, if it needs no gradient, the constant z.
-    def rotate_and_attend(*tensors: Tensor, **options: Any) -> Outputs:
-        q, k, v, *learned = tensors
+    def rotate_and_attend(qkv: Tensor, *learned: Tensor, backend: str, **options: Any) -> Outputs:
+        # The reference must not use the kernel that concatenates gradients.
+        parts = qkv.split(widths, dim=-1) if backend == "naive" else split(qkv, widths)
+        q, k, v = parts
         state = learned[0] if learned else z.to(q)
-        return attention(q, k, v, state, **options)
+        # Memory for [v | z], with z, as the position update provides it. Naive does not use it.
+        joined = torch.cat([torch.zeros_like(v), state.detach()], dim=-1)
+        q = q.reshape(length, 2, H, D)
+        return attention(q, k, v, state, joined_TBGE=joined, backend=backend, **options)
 
     if not shapes.averages:
-        return _with_and_without_packing("", rotate_and_attend, backend, qkv)
+        return _with_and_without_packing("", rotate_and_attend, backend, [qkv])
     # The first layer's state needs no gradient and the last layer's is not averaged; both cases
     # have separate kernels.
     average = partial(rotate_and_attend, average_state=True)
     return {
-        **_with_and_without_packing("", average, backend, [*qkv, z]),
-        **_with_and_without_packing(" in the first layer", average, backend, qkv),
-        **_with_and_without_packing(" in the last layer", rotate_and_attend, backend, [*qkv, z]),
+        **_with_and_without_packing("", average, backend, [qkv, z]),
+        **_with_and_without_packing(" in the first layer", average, backend, [qkv]),
+        **_with_and_without_packing(" in the last layer", rotate_and_attend, backend, [qkv, z]),
     }
 
 

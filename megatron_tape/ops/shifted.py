@@ -127,6 +127,8 @@ def _of_groups(x: AttentionInputs, groups: slice) -> AttentionInputs:
         "q_SBHD": x.q_SBHD[:, :, heads],
         "k_TBGD": x.k_TBGD[:, :, groups],
         "v_TBGD": x.v_TBGD[:, :, groups],
+        # Memory for the values of all groups.
+        "joined_TBGE": None,
     }
     # A state of one group is broadcast to all groups.
     if x.z_TBGD is not None and x.z_TBGD.shape[2] > 1:

@@ -255,12 +255,12 @@ def test_a_state_in_fp32_is_updated_in_fp32():
     small = [u, gate, mixing * 1e-3, up, down * 1e-3]
     truth = plain_update(z.double(), *(x.double() for x in small))
     for update in (fused_update, compact_update):
-        new, *copies = update(z.float(), *small, rounded_NGD=z)
+        new, *copies, _ = update(z.float(), *small, rounded_NGD=z)
         assert new.dtype is FP32
         assert (new - truth).abs().max() < 1e-4
         for copy in copies:
             assert torch.equal(copy, new.to(BF16))
-        new, *copies = update(z, *small)
+        new, *copies, _ = update(z, *small)
         assert (new - truth).abs().max() > 1e-3
         assert all(torch.equal(copy, new) for copy in copies)
 
@@ -344,8 +344,8 @@ def test_a_model_with_fused_kernels_equals_one_without(changes):
 
 @pytest.mark.parametrize("state_precision", ["fp32", "bf16"])
 def test_the_update_writes_the_state_into_the_next_layers_value(monkeypatch, state_precision):
-    """`torch_wide` averages [v | z] as one tensor. cuDNN's kernel is replaced by torch's, which saves
-    only its inputs here, too.
+    """`torch_wide` averages [v | z] as one tensor. torch's kernel replaces cuDNN's, and saves only
+    its inputs here, too.
     """
     pytest.importorskip("megatron.core")
     from models import build, random_tokens, small_model
@@ -527,3 +527,40 @@ def test_parts_of_a_gradient_in_another_order_are_concatenated(monkeypatch):
     for slopes in ([second, first, third], [first, second, third.clone()]):
         (gradient,) = torch.autograd.grad(parts, x, slopes, retain_graph=True)
         assert torch.equal(gradient, torch.cat(slopes, -1))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_update_writes_the_gradient_of_the_average_into_that_of_both(monkeypatch, batch_first):
+    """Attention returns [o | u]. The update writes the gradient of u, and a kernel that of o next
+    to it, unless something else uses u, too.
+    """
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    z, _, *rest = update_inputs(34, 4, 4, 32, 6, FP32)
+    x = draw(17, 2, 4, 64, dtype=FP32, seed=8)
+    if batch_first:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def gradient(split, update, uses):
+        leaf = x.detach().requires_grad_()
+        o, u = split(leaf, [32, 32])
+        new, *_ = update(z, u, *rest)
+        loss = new.square().sum() + o.square().sum()
+        if uses > 1:
+            loss = loss + u.square().sum()
+        loss.backward()
+        return leaf.grad
+
+    halves = []
+
+    def empty(u):
+        halves.append(triton_rotation.empty_next_to_left_half(u))
+        return halves[-1]
+
+    monkeypatch.setattr(triton_position_update, "empty_next_to_left_half", empty)
+    for uses in (1, 2):
+        ours = gradient(attention_inputs.split, fused_update, uses)
+        theirs = gradient(lambda x, widths: x.split(widths, dim=-1), compact_update, uses)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert ours.stride() == x.stride()
+        same_memory = ours.untyped_storage().data_ptr() == halves[-1].untyped_storage().data_ptr()
+        assert same_memory == (uses == 1)

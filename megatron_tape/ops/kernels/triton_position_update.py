@@ -22,7 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from megatron_tape.ops.kernels.triton_rotation import last_contiguous
+from megatron_tape.ops.kernels.triton_rotation import (
+    empty_next_to_left_half,
+    last_contiguous,
+)
 
 PROGRAMS = 16
 """Maximum number of programs per multiprocessor."""
@@ -453,7 +456,7 @@ class _Update(Function):
         has_copies = [d is not None for d in d_copies]
 
         dz = z.new_empty(z.shape)
-        du = torch.empty_like(u)
+        du = empty_next_to_left_half(u)
         dM = torch.empty_like(M)
         programs, *_ = _grid(z)
         sums = z.new_empty(programs, mixing.numel(), dtype=torch.float32)

@@ -611,8 +611,8 @@ def _join(
 ):
     """Store [first | second | third] of one head of a sequence to OUT, of any strides.
 
-    The parts (S, B, H, WIDTH_*) are contiguous; without a third part, WIDTH_3 is 0. BLOCK_1 and so
-    on are the widths, rounded up to powers of two. The grid is (B * H, blocks of BLOCK_S tokens).
+    The parts (S, B, H, WIDTH_*) are contiguous; the width of a missing one is 0. BLOCK_1 and so on
+    are the widths, rounded up to powers of two. The grid is (B * H, blocks of BLOCK_S tokens).
     """
     batch_heads = tl.num_programs(0)
     batch_head = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
@@ -622,13 +622,32 @@ def _join(
     part = FIRST + batch_head * WIDTH_1
     values = load_rows(part, rows, batch_heads * WIDTH_1, S, WIDTH_1, BLOCK_1)
     store_rows(OUT, rows, out_row, S, values, WIDTH_1, BLOCK_1)
-    part = SECOND + batch_head * WIDTH_2
-    values = load_rows(part, rows, batch_heads * WIDTH_2, S, WIDTH_2, BLOCK_2)
-    store_rows(OUT + WIDTH_1, rows, out_row, S, values, WIDTH_2, BLOCK_2)
+    if WIDTH_2 > 0:
+        part = SECOND + batch_head * WIDTH_2
+        values = load_rows(part, rows, batch_heads * WIDTH_2, S, WIDTH_2, BLOCK_2)
+        store_rows(OUT + WIDTH_1, rows, out_row, S, values, WIDTH_2, BLOCK_2)
     if WIDTH_3 > 0:
         part = THIRD + batch_head * WIDTH_3
         values = load_rows(part, rows, batch_heads * WIDTH_3, S, WIDTH_3, BLOCK_3)
         store_rows(OUT + WIDTH_1 + WIDTH_2, rows, out_row, S, values, WIDTH_3, BLOCK_3)
+
+
+def empty_next_to_left_half(x: Tensor) -> Tensor:
+    """Return uninitialized memory for the gradient of x (S, B, H, D).
+
+    If x is the right half of [left | x], so is the result: `_Split` then writes only the gradient
+    of the left half, into the memory next to it.
+    """
+    *_, head, _ = x.stride()
+    D = x.shape[-1]
+    if head != 2 * D:
+        return torch.empty_like(x)
+    whole = torch.empty_strided((*x.shape[:-1], 2 * D), x.stride(), dtype=x.dtype, device=x.device)
+    half = whole[..., D:]
+    # Only with this attribute may the left half be overwritten. Autograd passes the tensor itself
+    # to `_Split`, unless it adds up several gradients.
+    half.left_half_is_free = True
+    return half
 
 
 class _Split(Function):
@@ -649,15 +668,19 @@ class _Split(Function):
             return first.as_strided(like.shape, like.stride(), first.storage_offset()), None
 
         S, B, H, _ = like.shape
-        out = torch.empty_like(like, device=parts[0].device)
-        # In training, the parts are contiguous already. The kernel does not read a missing third.
-        tensors = [part.contiguous() for part in parts]
         widths = [part.shape[-1] for part in parts]
+        last = parts[-1]
+        if getattr(last, "left_half_is_free", False) and last.stride() == like.stride():
+            out = last.as_strided(like.shape, like.stride(), last.storage_offset() - widths[0])
+            parts = parts[:1]
+        else:
+            out = torch.empty_like(like, device=last.device)
+        # In training, the parts are contiguous already. The kernel does not read missing parts.
+        tensors = [part.contiguous() for part in parts]
+        missing = 3 - len(parts)
+        widths = [*widths[: len(parts)], *[0] * missing]
+        tensors += tensors[:1] * missing
         blocks = [triton.next_power_of_2(width) for width in widths]
-        if len(parts) == 2:
-            tensors.append(tensors[0])
-            widths.append(0)
-            blocks.append(1)
         block_s = max(1, 2048 // max(blocks))
         _join[(B * H, triton.cdiv(S, block_s))](
             *tensors,
