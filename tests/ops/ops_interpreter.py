@@ -57,7 +57,7 @@ def rounding_to_nearest():
         yield
 
 
-SHARED_MEMORY = {86: 99, 80: 163, 90: 227}
+SHARED_MEMORY = {86: 99, 80: 163, 90: 227, 89: 99, 100: 227, 120: 99}
 """KiB of shared memory, by compute capability."""
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -94,6 +94,16 @@ def compiled(dim, capability, form=None):
             )
         for groups, inner, state in UPDATES[chosen]:
             launch_update(groups, groups, dim, inner, state)
+
+    return binaries(run, capability)
+
+
+def of_training(dim, heads, groups, packed, repeatable, capability):
+    """Compile the kernels that a training run in bf16 launches in attention and the update."""
+
+    def run():
+        launch_attention(dim, heads, groups, packed, repeatable=repeatable)
+        launch_update(groups, heads, dim, 4 * heads)
 
     return binaries(run, capability)
 
@@ -135,9 +145,9 @@ def launch_update(groups, heads, dim, inner, state=FP32):
 def binaries(run, capability):
     """Compile the kernels that `run` launches for GPUs of this capability; describe each binary.
 
-    A description has the kernel's name, bytes of shared memory, bytes of the stack (which holds
-    spilled registers), and for each wait in a loop the number of copies to shared memory that may
-    still be in flight.
+    A description has the kernel's name and stages, bytes of shared memory, bytes of the stack
+    (which holds spilled registers), and for each wait in a loop the number of copies to shared
+    memory that may still be in flight.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -190,6 +200,7 @@ def binaries(run, capability):
         kernels.append(
             {
                 "name": kernel.__name__,
+                "stages": binary.metadata.num_stages,
                 "shared": binary.metadata.shared,
                 "stack": _stack(binary.asm["cubin"]),
                 "waits": _waits_in_loops(binary.asm["ttgir"]),

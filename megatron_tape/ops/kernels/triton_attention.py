@@ -490,18 +490,18 @@ _TILES = {
     },
     (163, False): {
         "forward": (128, 64, 8, 3),
-        "all": (64, 128, 8, 2),
+        "all": (64, 128, 8, 3),
         "queries": (128, 64, 8, 2),
     },
     (163, True): {
         "forward": (128, 64, 8, 3),
-        "values": (64, 128, 8, 2),
+        "values": (64, 128, 8, 3),
         "keys": (64, 128, 8, 2),
         "queries": (128, 64, 8, 2),
     },
     (99, False): {
         "forward": (128, 64, 8, 3),
-        "all": (32, 64, 4, 2),
+        "all": (32, 128, 8, 3),
         "queries": (128, 64, 8, 2),
     },
     (99, True): {
@@ -525,9 +525,20 @@ _TILES = {
 """Queries and keys of a tile, warps and stages of each kernel, by KiB of shared memory and whether
 heads are wider than 64.
 
-"all", "values" and "keys" are launches of `_backward_keys`. The sizes were chosen by inspecting the
-binaries for capabilities 9.0, 8.0 and 8.6 and for gfx942, not by measurements: no kernel used in
-training spills registers, and loops prefetch where shared memory suffices."""
+"all", "values" and "keys" are launches of `_backward_keys`. The sizes were chosen by inspecting
+binaries, not by comparing times. Only those for 227 KiB have run on a GPU, an H200.
+
+Kernels that need more registers than a thread has spill some of them. In training in bf16, with
+Triton 3.6 and 3.9, these spill at most so many bytes per thread (tests/ops/test_binaries.py):
+
+- capability 8.0: "forward" with heads of 128 184, "all" with heads of 64 104;
+- 8.6 and 8.9: "all" with heads of 64 24;
+- 12.0: "all" with heads of 64 120;
+- "queries", for deterministic runs, with heads of 128: 104 on 8.0 and 8 on 10.0.
+
+Smaller tiles would spill less, but read more shared memory for each product. Loops in three stages
+copy the next tile while they compute. Loops in two stages wait for each tile's copies, as shared
+memory has no room for a second one."""
 _TILE_FP32 = {False: (32, 32, 4, 1), True: (16, 32, 4, 1)}
 """Queries and keys of a tile, warps and stages in fp32, for all GPUs and kernels, by whether heads
 are wider than 64.
