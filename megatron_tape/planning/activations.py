@@ -226,6 +226,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     groups = batch.groups_per_rank(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
     grouped = heads > groups  # several heads of queries share keys and values
+    is_packed = plan.config.data.reset_attention_mask
     exchanges = batch.context_size > 1  # ranks exchange tokens and heads around attention
     rotates = ROTATION in encoding.needs_in(layer)
     # The Triton kernel keeps its inputs and repeats the rotation in the backward pass.
@@ -273,7 +274,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     if learns_rotation and not _is_state_kept_elsewhere(plan, layer):
         values = groups
 
-    if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
+    if is_packed and grouped and _needs_mask(plan):
         # Keys and values are repeated for every head, so they are copies. If queries are copies
         # too, no input of attention is a view of the projection's output.
         if queries and not keeps_projection:
@@ -282,6 +283,17 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
         values += heads
         if encoding.averages_state(layer):
             values += heads
+
+    if plan.attention.backend == "flash_attn" and is_packed and batch.tokens > model.seq_length:
+        # Concatenating the sequences copies all inputs that are views of the projection's output.
+        if not rotates and not model.qk_norm:
+            queries = heads
+            keys = groups
+        values += groups
+        if encoding.averages_state(layer):
+            values += groups
+        if not keeps_projection:
+            projected = 0
 
     if plan.computes_whole_rows and width == 2:
         # Attention by whole rows of scores converts its inputs to fp32, and keeps the results

@@ -78,18 +78,20 @@ def test_saved_activations_of_packed_documents_equal_the_estimate(shape, recompu
 
 
 class FlashAttention4(torch.autograd.Function):
-    """A stand-in that keeps what FlashAttention-4 keeps.
+    """A stand-in that keeps what FlashAttention-4 keeps of (B, S, H, D) or, packed, (tokens, H, D).
 
     Tokens come first in the output's memory. From FlashAttention-4's layout, plain torch would copy
     the average for the position update, which the kernel on GPUs does not.
     """
 
     @staticmethod
-    def forward(ctx, q_BSHD, k_BTGD, v_BTGE):
-        B, S, H, _ = q_BSHD.shape
-        output = q_BSHD.new_zeros(S, B, H, v_BTGE.shape[-1]).transpose(0, 1)
-        log_sums = q_BSHD.new_zeros(B, H, S, dtype=torch.float32)
-        ctx.save_for_backward(q_BSHD, k_BTGD, v_BTGE, output, log_sums)
+    def forward(ctx, q, k, v):
+        shape = (*q.shape[:-1], v.shape[-1])
+        output = q.new_zeros(shape)
+        if q.dim() == 4:
+            output = output.transpose(0, 1).contiguous().transpose(0, 1)
+        log_sums = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, log_sums)
         return output
 
 
@@ -99,6 +101,7 @@ def flash_attn_4(monkeypatch):
     module = ModuleType("flash_attn.cute.interface")
     module.has_our_tiles = True
     module.flash_attn_func = lambda *tensors, **options: FlashAttention4.apply(*tensors)
+    module.flash_attn_varlen_func = module.flash_attn_func
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash, "flash_attn_version", lambda device: 4)
@@ -122,6 +125,27 @@ def test_saved_activations_with_flash_attention_4_equal_the_estimate(
     built, _ = build(model, recompute=recompute, dtype=torch.bfloat16)
     saved = saved_bytes(built, model)
     assert on_cpu(model, 2, "bf16", recompute) == pytest.approx(saved, rel=0.004)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("encoding", ["rope", "nope"])
+def test_saved_activations_of_documents_with_flash_attention_4_equal_the_estimate(
+    flash_attn_4, encoding, groups, qk_norm, batch, recompute
+):
+    model = small_model(
+        position_encoding=encoding,
+        num_query_groups=groups,
+        qk_norm=qk_norm,
+        kv_channels=64,
+        attention_backend="flash_attn",
+    )
+    built, _ = build(model, recompute=recompute, dtype=torch.bfloat16)
+    saved = saved_bytes(built, model, batch, packed=True)
+    estimate = on_cpu(model, batch, "bf16", recompute, data__reset_attention_mask=True)
+    assert estimate == pytest.approx(saved, rel=0.004)
 
 
 def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_little():
