@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import profile, record_function
+from torch.profiler import profile, record_function, schedule
 
 from benchmarks import trace_analysis
 from benchmarks.timing import synchronized_time
@@ -218,8 +218,8 @@ class MeasuredModel:
         return Step(elapsed, result.loss)
 
     def profiled_step(self) -> profile:
-        """Take a step and return its profiler. The trace has the ranges of `trace_analysis`: the
-        step and its phases.
+        """Take two steps and return the profiler of the second one. Its trace has the ranges of
+        `trace_analysis`: the step and its phases.
         """
         clock = self.engine.clock
         original_phase = clock.phase
@@ -230,12 +230,16 @@ class MeasuredModel:
             with record_function(f"{trace_analysis.PHASE}{name}"), original_phase(name):
                 yield
 
+        # The first step with a profiler is slower, so it is not recorded.
+        steps = schedule(wait=0, warmup=1, active=1)
         with (
             mock.patch.object(clock, "phase", recorded_phase),
-            profile() as profiler,
-            record_function(trace_analysis.STEP),
+            profile(schedule=steps) as profiler,
         ):
             self.step()
+            profiler.step()
+            with record_function(trace_analysis.STEP):
+                self.step()
         return profiler
 
     def _set_attention_backend(self, backend: str) -> None:

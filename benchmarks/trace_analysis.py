@@ -172,9 +172,10 @@ class Kernel:
         return kernel_class(self.event.name, self.phase, self.enclosing)
 
 
-def analyze(trace: dict) -> dict:
+def analyze(trace: dict, on_gpu: bool = True) -> dict:
     """Return where the time of a step goes, as JSON data. `trace` is a Chrome trace of
-    `torch.profiler` with one step in the range `STEP`.
+    `torch.profiler` with one step in the range `STEP`. Unless `on_gpu`, operations stand for
+    kernels.
 
     Times are in seconds:
         seconds: duration of the profiled step
@@ -188,7 +189,7 @@ def analyze(trace: dict) -> dict:
         largest_kernels: name, class, seconds and number of the kernels with the largest time
         unknown_kernels: those of class "other", if any
 
-    Raises ValueError if the trace has no range `STEP`.
+    Raises ValueError if the trace has no range `STEP` or no kernels.
     """
     events = [Event.parse(event) for event in trace["traceEvents"] if event.get("ph") == "X"]
     # A GPU's trace also has the range around the step's kernels.
@@ -197,7 +198,13 @@ def analyze(trace: dict) -> dict:
     if step is None:
         raise ValueError(f"the trace has no range {STEP!r}")
 
-    kernels = [kernel for kernel in _kernels(events) if _is_within(kernel.launch, step)]
+    if on_gpu:
+        run = [event for event in events if event.category in _GPU_CATEGORIES]
+    else:
+        run = _outermost_operations(events)
+    kernels = [kernel for kernel in _kernels(run, events) if _is_within(kernel.launch, step)]
+    if not kernels:
+        raise ValueError("the trace of the step has no kernels")
     kernels.sort(key=lambda kernel: kernel.event.start)
     by_class: defaultdict[str, float] = defaultdict(float)
     # By the name and the class, since elementwise kernels belong to several classes.
@@ -288,19 +295,16 @@ def _first_match(rules: tuple[tuple[str, re.Pattern], ...], name: str) -> str | 
     return None
 
 
-def _kernels(events: list[Event]) -> Iterator[Kernel]:
-    """Yield all kernels or, if there are none, the outermost operations."""
-    on_gpu = [event for event in events if event.category in _GPU_CATEGORIES]
+def _kernels(run: list[Event], events: list[Event]) -> Iterator[Kernel]:
+    """Yield the kernels that were `run`, with their launches among the `events` of the trace."""
     launches = {}
     for event in events:
         if event.category in _LAUNCH_CATEGORIES and event.correlation is not None:
             launches[event.correlation] = event
-    if not on_gpu:
-        on_gpu = _outermost_operations(events)
 
     ranges = [event for event in events if event.category in _RANGE_CATEGORIES]
     phases = [event for event in ranges if event.name.startswith(PHASE)]
-    pairs = [(event, launches.get(event.correlation, event)) for event in on_gpu]
+    pairs = [(event, launches.get(event.correlation, event)) for event in run]
     enclosing = _enclosing_names([launch for _, launch in pairs], ranges)
     for event, launch in pairs:
         yield Kernel(event, launch, _phase_of(launch, phases), enclosing[launch])

@@ -498,7 +498,7 @@ class Comparison:
                 trace = json.load(file)
 
         profiles = self.result.setdefault("profiles", {})
-        profiles[name] = trace_analysis.analyze(trace)
+        profiles[name] = trace_analysis.analyze(trace, self.on_gpu)
         self.log("\n".join(kernel_table(profiles[name])))
         if {"rope", "tape"} <= profiles.keys():
             differences = trace_analysis.class_differences(profiles["tape"], profiles["rope"])

@@ -78,7 +78,9 @@ def machine(record: Record, options: argparse.Namespace) -> None:
     rates: dict = {"compiler": toolchain()["C compiler"]}
     rates["matmul_flops"] = matmul_peak(torch.bfloat16, device)
     rates["copy_bytes_per_second"] = copy_bandwidth(device)
-    # Triton interprets a kernel a thousand times more slowly.
+    # In case Triton cannot compile a kernel.
+    record.write(rates)
+    # Interpreting a kernel takes a hundred times as long as launching it.
     rates["launch_seconds"] = launch_seconds(device, launches=20 if options.toy else 2000)
     record.write(rates)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_wheels import write_wheel
 
-from benchmarks import gpu_trial
+from benchmarks import gpu_trial, trial_commands, trial_parts
 from benchmarks.gpu_trial import PARTS, Part, problems, summary
 from benchmarks.kernel_cases import Case, run_cases
 from megatron_tape.errors import UserError
@@ -172,6 +172,51 @@ def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch):
     assert found["crashes"]["error"] == "the process died with exit status 11"
     assert found["hangs"]["error"] == "took more than 12 s"
     assert found["fails"]["error"] == "ValueError: does not compile"
+
+
+def test_every_part_of_the_trial_has_a_program():
+    assert list(trial_parts.PARTS) == [part.name for part in PARTS]
+
+
+def test_commands_that_fail_or_lack_a_package_do_not_stop_the_others(monkeypatch, tmp_path):
+    def replace(name, error=None):
+        def command(self):
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(trial_commands.Commands, name, command)
+
+    for name in ("prepare", "kill_and_continue", "evaluate", "extend"):
+        replace(name)
+    replace("train", SystemExit(2))
+    replace("export", ModuleNotFoundError("no module x", name="tools.x"))
+    replace("generate", ModuleNotFoundError("no module y", name="y"))
+    outcomes = dict(trial_commands.run_commands(tmp_path, toy=True))
+    assert outcomes.pop("train") == "failed: SystemExit: 2"
+    assert outcomes.pop("export") == "failed: no module x"
+    assert outcomes.pop("load, and generate with a cache") == "skipped: no module y"
+    assert len(outcomes) == 4
+    assert set(outcomes.values()) == {"passed"}
+
+
+@pytest.mark.parametrize(
+    "status, outcome",
+    [(0, "passed"), (99, "failed: an error"), (1, "failed: exit status 1: an error")],
+)
+def test_the_sanitizer_checks_one_kernel(tmp_path, status, outcome):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho an error\nexit {status}\n'
+    )
+    program.chmod(0o755)
+    assert trial_parts._sanitize(str(program), "racecheck", "swiglu", "_swiglu") == outcome
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("--tool=racecheck --kernel-name kns=_swiglu --error-exitcode=99 ")
+    if status == 0:
+        # The program that is checked.
+        program = arguments.partition(" -c ")[2].strip()
+        variables = {**os.environ, "TRITON_INTERPRET": "1"}
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, check=True)
 
 
 def test_recorded_gpu_results_are_summarized():

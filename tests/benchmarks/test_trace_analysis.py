@@ -162,13 +162,15 @@ def test_without_kernels_the_outermost_operations_stand_for_them():
         event("cpu_op", "aten::resolve_conj", 22, 24),
         event("cpu_op", "aten::add", 60, 70),
     ]
-    found = analyze({"traceEvents": events})
+    found = analyze({"traceEvents": events}, on_gpu=False)
     assert found["seconds_by_class"] == pytest.approx(
         {"matrix products": 20e-6, "other elementwise": 10e-6}
     )
     assert found["kernels"] == 2
     with pytest.raises(ValueError, match="no range"):
-        analyze({"traceEvents": events[1:]})
+        analyze({"traceEvents": events[1:]}, on_gpu=False)
+    with pytest.raises(ValueError, match="no kernels"):
+        analyze({"traceEvents": events})
 
 
 # Names in traces of public issues, shortened.

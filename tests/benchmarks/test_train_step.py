@@ -118,7 +118,7 @@ def test_another_batch_of_the_same_tokens_is_measured(alternating):
     assert (folder / "record-4x1-tape.trace.json.gz").exists()
 
 
-def test_a_baseline_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
+def test_a_failing_baseline_batch_or_profile_is_skipped_and_bf16_trains(tmp_path, monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("no room")
 
@@ -128,12 +128,20 @@ def test_a_baseline_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path,
         return original_build(self, name)
 
     original_build = train_step.Comparison._build_model
+
+    def analyze(trace, on_gpu):
+        raise ValueError("a strange trace")
+
+    monkeypatch.setattr(train_step.trace_analysis, "analyze", analyze)
     monkeypatch.setattr(Baseline, "step", step)
     monkeypatch.setattr(train_step.Comparison, "_build_model", build)
     options = ["--precision=bf16", "--backend=tiled", "--recompute=full", "--more-batches=4x1"]
+    options.append("--profile")
     record = measured(tmp_path, *options)
     assert "the batch is too large" in record["batches"]["4x1"]["error"]
     assert record["batches"]["4x1"]["models"] == {}
+    assert set(record["failed_profiles"]) == set(ENCODINGS)
+    assert "a strange trace" in record["failed_profiles"]["tape"]
     check(record)
     assert set(record["models"]) == set(ENCODINGS)
     assert "no room" in record["rejected_rivals"][BASELINE]
