@@ -324,7 +324,7 @@ def _machine_line(environments: list[dict], rates: dict) -> str:
         fields.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
         fields.append(f"copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     for library, seconds in rates.get("launch_seconds", {}).items():
-        fields.append(f"launch by {library} {1e6 * seconds:.1f} µs")
+        fields.append(f"launch by {library} {1e6 * seconds:.1f} us")
     return ", ".join(fields)
 
 

@@ -146,9 +146,10 @@ def profile_table(label: str, result: dict) -> Iterator[str]:
     yield f"| kernels, launches | {numbers} | |"
     host = []
     for record in records:
-        times = (record.get("launch_seconds"), record.get("launch_gap_seconds"))
+        keys = ("launch_seconds", "launch_median_seconds", "launch_gap_seconds")
+        times = [record.get(key) for key in keys]
         host.append(", ".join("-" if time is None else f"{1e6 * time:.1f}" for time in times))
-    yield f"| host: µs of a launch, until the next one | {' | '.join(host)} | |"
+    yield f"| host: us of a launch (mean, median), until the next one | {' | '.join(host)} | |"
 
     unknown = {}
     for record in records:

@@ -184,7 +184,8 @@ def analyze(trace: dict, on_gpu: bool = True) -> dict:
             at the end of the step
         seconds_by_class: sum of the durations of the kernels, by class
         kernels, launches: their numbers, which differ with CUDA graphs and copies
-        launch_seconds: mean time that the host takes for a launch
+        launch_seconds, launch_median_seconds: mean and median time of the host for a launch; the
+            mean includes waiting while the GPU's queue is full
         launch_gap_seconds: median time of the host between a launch and the next one
         largest_kernels: name, class, seconds and number of the kernels with the largest time
         unknown_kernels: those of class "other", if any
@@ -399,9 +400,11 @@ def _launch_statistics(kernels: list[Kernel]) -> dict:
     ]
     if not gaps:
         return {"launches": len(launches)}
+    durations = [launch.duration for launch in in_order]
     return {
         "launches": len(launches),
-        "launch_seconds": _seconds(statistics.mean(launch.duration for launch in launches)),
+        "launch_seconds": _seconds(statistics.mean(durations)),
+        "launch_median_seconds": _seconds(statistics.median(durations)),
         "launch_gap_seconds": _seconds(statistics.median(gaps)),
     }
 

@@ -140,6 +140,7 @@ def test_launches_have_the_times_of_the_host(trace):
     assert (found["kernels"], found["launches"]) == (8, 7)
     # The launches take 4, 6, 5, 5, 8, 3 and 10 us; the gaps are 16, 174, 25, 45, 192 and 197.
     assert found["launch_seconds"] == pytest.approx(41 / 7 * 1e-6, abs=1e-9)
+    assert found["launch_median_seconds"] == pytest.approx(5e-6)
     assert found["launch_gap_seconds"] == pytest.approx((45 + 174) / 2 * 1e-6)
 
 
@@ -260,6 +261,9 @@ def test_the_table_has_differences_of_tape_and_rope(trace):
     assert "| position update | 0.05 |  | 0.05 |" in lines
     assert "| GPU idle: backward | 0.06 | 0.06 | 0.00 |" in lines
     assert "| kernels, launches | 8, 7 | 8, 7 | |" in lines
+    host = "5.9, 5.0, 109.5"
+    title = "host: us of a launch (mean, median), until the next one"
+    assert f"| {title} | {host} | {host} | |" in lines
     assert lines[-1] == "Kernels of class other, in ms: `mystery` 0.02."
     assert "| 0.020 | 1 | other | `mystery` |" in list(kernel_table(tape))
     assert list(profile_table("155m", {"models": models})) == []

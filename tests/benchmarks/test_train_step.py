@@ -127,11 +127,10 @@ def test_a_failing_baseline_batch_or_profile_is_skipped_and_bf16_trains(tmp_path
             raise torch.OutOfMemoryError("the batch is too large")
         return original_build(self, name)
 
-    original_build = train_step.Comparison._build_model
-
     def analyze(trace, on_gpu):
         raise ValueError("a strange trace")
 
+    original_build = train_step.Comparison._build_model
     monkeypatch.setattr(train_step.trace_analysis, "analyze", analyze)
     monkeypatch.setattr(Baseline, "step", step)
     monkeypatch.setattr(train_step.Comparison, "_build_model", build)
@@ -147,6 +146,37 @@ def test_a_failing_baseline_batch_or_profile_is_skipped_and_bf16_trains(tmp_path
     assert "no room" in record["rejected_rivals"][BASELINE]
     assert record["run"]["recompute"] == "full"
     assert record["models"]["rope"]["attention"] == "tiled"
+
+
+def test_on_a_gpu_models_are_measured_one_after_another(tmp_path, monkeypatch):
+    def step(self):
+        raise RuntimeError("no kernel")
+
+    def measure(self, names):
+        together.append(names)
+        original(self, names)
+
+    def run(self):
+        self.on_gpu = True
+        original_run(self)
+
+    together = []
+    original = train_step.Comparison._measure_together
+    original_run = train_step.Comparison.run
+    monkeypatch.setattr(train_step.Comparison, "run", run)
+    monkeypatch.setattr(train_step.Comparison, "_measure_together", measure)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(Baseline, "step", step)
+    # `auto` has chosen torch for RoPE.
+    record = measured(tmp_path, "--rope-backends", "tiled", "torch", "--compile-baseline")
+    check(record)
+    assert together == [["tape"], ["rope"], ["rope tiled"], [BASELINE], [COMPILED]]
+    assert set(record["models"]) == {*ENCODINGS, "rope tiled"}
+    assert record["ratio_time"] == pytest.approx(
+        record["models"]["tape"]["seconds_per_step"] / record["models"]["rope"]["seconds_per_step"]
+    )
+    assert record["rejected_rivals"].keys() == {BASELINE, COMPILED}
+    assert "no kernel" in record["rejected_rivals"][COMPILED]
 
 
 def test_two_tensor_parallel_processes_have_the_losses_of_one(alternating):
