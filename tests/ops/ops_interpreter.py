@@ -94,16 +94,18 @@ def compiled(dim, capability, form=None):
             )
         for groups, inner, state in UPDATES[chosen]:
             launch_update(groups, groups, dim, inner, state)
+        launch_rotation(dim, heads=8, groups=2)
 
     return binaries(run, capability)
 
 
 def of_training(dim, heads, groups, packed, repeatable, capability):
-    """Compile the kernels that a training run in bf16 launches in attention and the update."""
+    """Compile the kernels that a training run in bf16 launches for attention and the update."""
 
     def run():
         launch_attention(dim, heads, groups, packed, repeatable=repeatable)
         launch_update(groups, heads, dim, 4 * heads)
+        launch_rotation(dim, heads, groups)
 
     return binaries(run, capability)
 
@@ -125,6 +127,24 @@ def launch_attention(
         inputs = draw(queries, heads), *(draw(keys, groups) for _ in range(3))
         o, u = triton_attention.attention(*inputs, True, bounds, rotate=queries == keys)
         (o.sum() + u.sum()).backward()
+
+
+def launch_rotation(dim, heads, groups):
+    """Launch the kernels before and after attention of a library, forward and backward."""
+    from megatron_tape.ops.kernels import triton_rotation
+
+    def draw(heads, width):
+        return torch.empty(64, 2, heads, width, dtype=BF16, requires_grad=True)
+
+    widths = [heads // groups * dim, dim, dim]
+    q, k, v = triton_rotation.split(draw(groups, sum(widths)), widths)
+    q = q.reshape(64, 2, heads, dim)
+    joined = draw(groups, 2 * dim).detach()
+    z = joined[..., dim:].requires_grad_()
+    prepared = triton_rotation.rotated_and_joined(q, k, v, z, True, joined)
+    averages = triton_rotation.split(draw(heads, 2 * dim), [dim, dim])
+    for outputs in (prepared, averages):
+        torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
 
 
 def launch_update(groups, heads, dim, inner, state=FP32):

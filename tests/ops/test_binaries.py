@@ -35,13 +35,13 @@ SPILLS = {
         "_forward 128": 184,
         "_backward_keys 64": 104,
         "_backward_queries 128": 104,
-        "_update_backward 128": 16,
+        "_update_backward 128": 200,
     },
-    86: {"_backward_keys 64": 24, "_update_backward 128": 32},
-    89: {"_backward_keys 64": 24, "_update_backward 128": 32},
-    90: {"_update_backward 128": 32},
-    100: {"_backward_queries 128": 8, "_update_backward 128": 16},
-    120: {"_backward_keys 64": 120, "_update_backward 128": 16},
+    86: {"_backward_keys 64": 24, "_update_backward 128": 96},
+    89: {"_backward_keys 64": 24, "_update_backward 128": 96},
+    90: {"_update_backward 128": 88},
+    100: {"_backward_queries 128": 8, "_update_backward 128": 96, "_form_matrices 64": 16},
+    120: {"_backward_keys 64": 120, "_update_backward 128": 160, "_form_matrices 64": 24},
 }
 """Bytes of registers that each thread may spill, by compute capability and by kernel and head
 dimension; 0 for other kernels. Each is the largest number of the cases in `MORE`, with Triton 3.6
@@ -76,7 +76,7 @@ def test_kernels_compile_for_other_gpus(cases):
         for case, of_case in zip(cases, kernels, strict=True)
         for kernel in of_case
     ]
-    assert len({kernel["name"] for _, kernel in compiled}) == 11
+    assert len({kernel["name"] for _, kernel in compiled}) == 12
     for capability, kernel in compiled:
         assert kernel["shared"] <= SHARED_MEMORY[capability] * 1024, kernel
 
