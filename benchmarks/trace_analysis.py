@@ -166,7 +166,7 @@ class Kernel:
     enclosing: list[str]
     """Names of the ranges and operations that enclose the launch, the innermost one last."""
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """The kernel's class."""
         return kernel_class(self.event.name, self.phase, self.enclosing)
@@ -200,34 +200,20 @@ def analyze(trace: dict, on_gpu: bool = True) -> dict:
         raise ValueError(f"the trace has no range {STEP!r}")
 
     if on_gpu:
-        run = [event for event in events if event.category in _GPU_CATEGORIES]
+        executed = [event for event in events if event.category in _GPU_CATEGORIES]
     else:
-        run = _outermost_operations(events)
-    kernels = [kernel for kernel in _kernels(run, events) if _is_within(kernel.launch, step)]
+        executed = _outermost_operations(events)
+    kernels = [kernel for kernel in _kernels(executed, events) if _is_within(kernel.launch, step)]
     if not kernels:
         raise ValueError("the trace of the step has no kernels")
     kernels.sort(key=lambda kernel: kernel.event.start)
+
     by_class: defaultdict[str, float] = defaultdict(float)
-    # By the name and the class, since elementwise kernels belong to several classes.
-    durations = defaultdict(list)
     for kernel in kernels:
-        kind = kernel.kind
-        by_class[kind] += kernel.event.duration
-        durations[kernel.event.name, kind].append(kernel.event.duration)
-
-    listed = [
-        {
-            "name": name[:MAX_CHARACTERS],
-            "class": kind,
-            "seconds": _seconds(sum(times)),
-            "number": len(times),
-        }
-        for (name, kind), times in durations.items()
-    ]
-    listed.sort(key=lambda entry: -entry["seconds"])
-    unknown = [entry for entry in listed if entry["class"] == OTHER]
-
+        by_class[kernel.kind] += kernel.event.duration
     idle = _idle_by_phase(kernels, step)
+    listed = _listed_kernels(kernels)
+    unknown = [entry for entry in listed if entry["class"] == OTHER]
     return {
         "seconds": _seconds(step.duration),
         "busy_seconds": _seconds(step.duration - sum(idle.values())),
@@ -296,8 +282,8 @@ def _first_match(rules: tuple[tuple[str, re.Pattern], ...], name: str) -> str | 
     return None
 
 
-def _kernels(run: list[Event], events: list[Event]) -> Iterator[Kernel]:
-    """Yield the kernels that were `run`, with their launches among the `events` of the trace."""
+def _kernels(executed: list[Event], events: list[Event]) -> Iterator[Kernel]:
+    """Yield the kernels `executed`, with their launches among the `events` of the trace."""
     launches = {}
     for event in events:
         if event.category in _LAUNCH_CATEGORIES and event.correlation is not None:
@@ -305,7 +291,7 @@ def _kernels(run: list[Event], events: list[Event]) -> Iterator[Kernel]:
 
     ranges = [event for event in events if event.category in _RANGE_CATEGORIES]
     phases = [event for event in ranges if event.name.startswith(PHASE)]
-    pairs = [(event, launches.get(event.correlation, event)) for event in run]
+    pairs = [(event, launches.get(event.correlation, event)) for event in executed]
     enclosing = _enclosing_names([launch for _, launch in pairs], ranges)
     for event, launch in pairs:
         yield Kernel(event, launch, _phase_of(launch, phases), enclosing[launch])
@@ -386,13 +372,34 @@ def _idle_by_phase(kernels: list[Kernel], step: Event) -> dict[str, float]:
     return dict(idle)
 
 
+def _listed_kernels(kernels: list[Kernel]) -> list[dict]:
+    """Return name, class, total seconds and number of all kernels, the largest time first.
+
+    A name may be listed several times, since elementwise kernels belong to several classes.
+    """
+    durations = defaultdict(list)
+    for kernel in kernels:
+        durations[kernel.event.name, kernel.kind].append(kernel.event.duration)
+    listed = [
+        {
+            "name": name[:MAX_CHARACTERS],
+            "class": kind,
+            "seconds": _seconds(sum(times)),
+            "number": len(times),
+        }
+        for (name, kind), times in durations.items()
+    ]
+    return sorted(listed, key=lambda entry: -entry["seconds"])
+
+
 def _launch_statistics(kernels: list[Kernel]) -> dict:
     """Return the number of launches and the host's times for them, those of `analyze`."""
-    # A set, since all kernels of a CUDA graph have one launch.
+    # A set, since all kernels of a CUDA graph have one launch. Copies have other calls than
+    # launches, and operations on a CPU have none.
     launches = {
         kernel.launch
         for kernel in kernels
-        if kernel.launch is kernel.event or _LAUNCH.search(kernel.launch.name)
+        if kernel.event.category not in _GPU_CATEGORIES or _LAUNCH.search(kernel.launch.name)
     }
     in_order = sorted(launches, key=lambda launch: launch.start)
     gaps = [

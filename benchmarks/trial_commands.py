@@ -13,6 +13,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -217,6 +218,9 @@ class Commands:
 
     def export(self) -> None:
         """Export the extended model in the format of transformers."""
+        # The export converts the tokenizer with this package. It would refuse the tokenizer instead
+        # of reporting that the package is missing.
+        import_module("tokenizers")
         from tools import convert_checkpoint
 
         _run_tool(

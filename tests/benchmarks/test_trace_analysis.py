@@ -144,6 +144,13 @@ def test_launches_have_the_times_of_the_host(trace):
     assert found["launch_gap_seconds"] == pytest.approx((45 + 174) / 2 * 1e-6)
 
 
+def test_a_kernel_without_a_launch_has_time_but_no_launch(trace):
+    trace["traceEvents"].append(event("kernel", "_rotate", 960, 970, 7, 99))
+    found = analyze(trace)
+    assert (found["kernels"], found["launches"]) == (9, 7)
+    assert found["seconds_by_class"]["rotation"] == pytest.approx(10e-6)
+
+
 def test_kernels_of_a_graph_have_one_launch(trace):
     trace["traceEvents"] += [
         *launched(9, "_update", (960, 970), 975, 980, call="cudaGraphLaunch"),
