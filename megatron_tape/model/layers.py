@@ -30,7 +30,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
+from megatron_tape.ops.activation_checkpointing import (
+    AttentionRecorder,
+    run_directly,
+    saved_without_copy,
+)
 from megatron_tape.ops.attention import attend
 from megatron_tape.ops.attention_inputs import AttentionInputs, split
 from megatron_tape.ops.packing import Packing
@@ -190,15 +194,18 @@ class PositionSelfAttention(SelfAttention):
         # With context parallelism, this exchanges this rank's tokens for all tokens of fewer heads.
         query, key, value = self.token_layout.enter_attention(query, key, value)
         output, averaged = self.core_attention(query, key, value, positions, packing, run)
-        output = self.token_layout.leave_attention(output).flatten(2)
+        output = self.token_layout.leave_attention(output)
 
-        if self.linear_gate is not None:
-            gate, _ = self.linear_gate(hidden_states)
-            output = output * gate.sigmoid()
+        # If attention returns a part of [o | u], which it keeps for the backward pass, the input of
+        # the projection is a copy.
+        with saved_without_copy(output) as output:
+            if self.linear_gate is not None:
+                gate, _ = self.linear_gate(hidden_states)
+                output = output * gate.sigmoid()
 
-        # Megatron's linear layers return a bias, too. It is None here: attention has none after its
-        # output.
-        output, _ = self.linear_proj(output)
+            # Megatron's linear layers return a bias, too. It is None here: attention has none after
+            # its output.
+            output, _ = self.linear_proj(output)
         return output, averaged
 
 

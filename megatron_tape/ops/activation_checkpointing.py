@@ -8,7 +8,8 @@ run recomputes the inputs, inserts them into the graph, and returns the recorded
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from weakref import ref
 
 import torch
@@ -134,6 +135,38 @@ class _RecordedCall:
         if isinstance(packed, int):
             return self._inputs[packed]
         return packed
+
+
+@contextmanager
+def saved_without_copy(x: Tensor) -> Iterator[Tensor]:
+    """Yield x (S, B, H, D) as (S, B, H * D).
+
+    If this is a copy, autograd saves x instead within the context, and copies it again in the
+    backward pass. This needs less memory if autograd keeps the memory of x in any case.
+    """
+    flat = x.flatten(2)
+    memory, *_ = _storage_key(flat)
+    if memory == _storage_key(x)[0]:
+        yield flat
+        return
+
+    kept = x.detach()
+
+    def pack(saved: Tensor) -> Tensor | tuple:
+        """Return the saved tensor or, if it is part of the copy, its shape, strides and offset."""
+        saved_memory, offset, _, shape, stride = _storage_key(saved)
+        if saved_memory != memory:
+            return saved
+        return shape, stride, offset
+
+    def unpack(packed: Tensor | tuple) -> Tensor:
+        """Return the saved tensor for the result of `pack`."""
+        if isinstance(packed, Tensor):
+            return packed
+        return kept.flatten(2).as_strided(*packed)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield flat
 
 
 def _storage_key(x: Tensor) -> tuple:

@@ -1,15 +1,19 @@
 """Activation checkpointing in which recomputation does not repeat attention."""
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from comparing import assert_same, draw, draw_qkvz, with_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from megatron_tape.ops.activation_checkpointing import AttentionRecorder
+from megatron_tape.ops.activation_checkpointing import (
+    AttentionRecorder,
+    saved_without_copy,
+)
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
@@ -148,3 +152,27 @@ def test_each_call_in_a_layer_restores_its_own_graph():
         assert torch.equal(second[i], first[i])
         plain = attention(*inputs[i], None, backend="tiled")
         assert_same(second[i], plain, inputs[i], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_projection_keeps_the_output_of_attention_instead_of_its_copy(is_part):
+    """The output is a part of [o | u], which attention keeps, or a tensor of its own."""
+    averages = draw(5, 2, 3, 16).requires_grad_()
+    weight = draw(7, 24, seed=1).requires_grad_()
+
+    def project(save):
+        o = averages[..., :8] if is_part else averages[..., :8].contiguous()
+        with save(o) as flat:
+            memory = StorageWeakRef(flat.untyped_storage())
+            return linear(flat, weight), memory
+
+    ours, memory = project(saved_without_copy)
+    plain, plain_memory = project(lambda o: nullcontext(o.flatten(2)))
+    # A tensor of its own is not copied.
+    assert memory.expired() == is_part
+    assert not plain_memory.expired()
+    slope = draw(5, 2, 7, seed=2)
+    gradients, expected = (
+        torch.autograd.grad(output, (averages, weight), slope) for output in (ours, plain)
+    )
+    assert all(map(torch.equal, gradients, expected))

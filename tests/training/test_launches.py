@@ -91,8 +91,8 @@ def launches_of_a_step(encoding, backend, layers, grouped):
     [
         ("rope", "torch", False, 34),
         ("rope", "torch", True, 36),
-        ("tape", "torch_wide", False, 47),
-        ("tape", "torch_wide", True, 49),
+        ("tape", "torch_wide", False, 48),
+        ("tape", "torch_wide", True, 50),
         ("tape", "torch", False, 52),
         ("tape", "triton", False, 46),
     ],
