@@ -4,7 +4,7 @@ import torch.
 
 from collections.abc import Iterator
 
-from benchmarks.trace_analysis import CLASSES, class_differences
+from benchmarks.trace_analysis import CLASSES
 
 DIRECTIONS = ("forward", "forward+backward")
 
@@ -101,46 +101,38 @@ def profile_table(label: str, result: dict) -> Iterator[str]:
     profiles = result.get("profiles", {})
     if not profiles:
         return
-    differences = {}
-    if {"tape", "rope"} <= profiles.keys():
-        differences = class_differences(profiles["tape"], profiles["rope"])
-
-    def row(title: str, values: list[float | None], difference: float | None = None) -> str:
-        """Return a row of times in seconds, in ms; None has an empty cell."""
-        cells = [title]
-        for value in (*values, difference):
-            cells.append("" if value is None else f"{1e3 * value:.2f}")
-        return f"| {' | '.join(cells)} |"
-
     names = list(profiles)
     records = list(profiles.values())
+
+    def row(title: str, times: list[float | None]) -> str:
+        """Return a row of times in seconds by model. The cell of None, which counts as 0, is
+        empty.
+        """
+        cells = [title]
+        cells += ["" if time is None else f"{1e3 * time:.2f}" for time in times]
+        difference = ""
+        if {"tape", "rope"} <= profiles.keys():
+            seconds = dict(zip(names, times))
+            difference = f"{1e3 * ((seconds['tape'] or 0) - (seconds['rope'] or 0)):.2f}"
+        return f"| {' | '.join([*cells, difference])} |"
+
     yield f"| {label}: ms of a step | {' | '.join(names)} | tape - rope |"
     yield "|---" + "|--:" * (len(names) + 1) + "|"
     for kind in CLASSES:
         times = [record["seconds_by_class"].get(kind) for record in records]
         if any(times):
-            yield row(kind, times, differences.get(kind))
+            yield row(kind, times)
+    yield row("sum of kernels", [sum(record["seconds_by_class"].values()) for record in records])
 
-    def rows_of(title: str, values: list[float | None]) -> str:
-        """Return a row with the difference of TAPE and RoPE."""
-        by_name = dict(zip(names, values))
-        ours = by_name.get("tape")
-        others = by_name.get("rope")
-        if ours is None or others is None:
-            return row(title, values)
-        return row(title, values, ours - others)
-
-    totals = [sum(record["seconds_by_class"].values()) for record in records]
-    yield rows_of("sum of kernels", totals)
-    yield rows_of("GPU busy", [record["busy_seconds"] for record in records])
+    yield row("GPU busy", [record["busy_seconds"] for record in records])
     phases = dict.fromkeys(phase for record in records for phase in record["idle_seconds"])
     for phase in phases:
         times = [record["idle_seconds"].get(phase) for record in records]
         if any(times):
-            yield rows_of(f"GPU idle: {phase}", times)
-    yield rows_of("profiled step", [record["seconds"] for record in records])
+            yield row(f"GPU idle: {phase}", times)
+    yield row("profiled step", [record["seconds"] for record in records])
     models = result["models"]
-    yield rows_of("timed step", [models[name]["seconds_per_step"] for name in names])
+    yield row("timed step", [models[name]["seconds_per_step"] for name in names])
 
     numbers = " | ".join(f"{record['kernels']:,}, {record['launches']:,}" for record in records)
     yield f"| kernels, launches | {numbers} | |"
