@@ -43,24 +43,28 @@ class Llama(nn.Module):
         with device:  # initializing on the CPU takes long
             self.llama = LlamaForCausalLM(config).to(dtype)
         self.loss = self._loss
+        """`_loss`, or its compiled version."""
 
     def compile_parts(self) -> None:
-        """Let torch.compile compile the layers, which share one compilation, and the output layer
-        with the loss.
-        """
-        # On a CPU, only to test that the model can be compiled: inductor would need a minute.
-        on_gpu = self.llama.device.type == "cuda"
-        backend = "inductor" if on_gpu else "aot_eager"
+        """Compile the layers, and the output layer together with the loss, with torch.compile."""
+        backend = "inductor"
+        # On a CPU, where only tests compile the model, inductor would need a minute.
+        if self.llama.device.type != "cuda":
+            backend = "aot_eager"
+        # All layers share one compilation.
         for layer in self.llama.model.layers:
             layer.compile(backend=backend)
         self.loss = torch.compile(self._loss, backend=backend)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.llama.model(tokens).last_hidden_state, labels)
+        hidden_states = self.llama.model(tokens).last_hidden_state
+        return self.loss(hidden_states, labels)
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss, in fp32 as in training, of the last hidden states (B, S, C)."""
-        logits = self.llama.lm_head(hidden).float()
+    def _loss(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss, in fp32 as in training, given the last hidden states (B, S, C) and
+        the labels (B, S).
+        """
+        logits = self.llama.lm_head(hidden_states).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -112,7 +116,9 @@ class Baseline(MeasuredModel):
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, compiled: bool = False):
         # Not `super()`, which would build a model of this project.
-        self.name = COMPILED if compiled else BASELINE
+        self.name = BASELINE
+        if compiled:
+            self.name = COMPILED
         self.config = config
         self.layout = layout
         seed_everything(config.train.seed)

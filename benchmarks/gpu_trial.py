@@ -234,8 +234,10 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
         if part["status"] not in ("done", *NOT_STARTED):
             yield name, f"{part['status']} ({part['reason']})"
         results = part.get("results", {})
-        # The part `correctness` writes cases, `attention` writes results, the training steps write
-        # rejected_rivals (models of other code, such as transformers' Llama), and the tests tests.
+        # Each kind of part writes other keys: `correctness` writes cases, and `attention` results.
+        # The parts that time steps write rejected_rivals, which are models that TAPE and RoPE are
+        # compared with, and failed_profiles. Parts that run tests, commands or the sanitizer write
+        # their outcomes as tests.
         for case in results.get("cases", []):
             if why := case.get("error") or "; ".join(case.get("inexact", [])):
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why
@@ -245,8 +247,8 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
                 # One such as `tape triton` is an encoding with a backend that should have run.
                 if " " in candidate:
                     yield f"{result['shape']} {candidate}", why
-        for baseline, why in results.get("rejected_rivals", {}).items():
-            yield f"{baseline} in {name}", why
+        for rival, why in results.get("rejected_rivals", {}).items():
+            yield f"{rival} in {name}", why
         for result in results_by_batch(name, results).values():
             for model, why in result.get("failed_profiles", {}).items():
                 yield f"profile of {model} in {name}", why
@@ -278,7 +280,7 @@ def summary(record: dict) -> list[str]:
     else:
         lines.append("No problems were found.")
 
-    # The tables of the two parts of steps are one.
+    # One table has the steps of both parts, and of all their batches.
     steps = {}
     for name in ("step-155m", "step-1.3b"):
         if name in results_by_part:
@@ -294,9 +296,9 @@ def summary(record: dict) -> list[str]:
     for name, results in steps.items():
         if "ratio_time" in results:
             lines += ["", f"{name}: TAPE's step takes {results['ratio_time']:.3f} times RoPE's."]
-        for batch, other in results.get("batches", {}).items():
-            if "error" in other:
-                lines += ["", f"{name} {batch}: {other['error']}"]
+        for batch, of_batch in results.get("batches", {}).items():
+            if "error" in of_batch:
+                lines += ["", f"{name} {batch}: {of_batch['error']}"]
     for table in tables:
         if rows := list(table):
             lines += ["", *rows]
@@ -376,8 +378,8 @@ def _error_cell(case: dict) -> str:
 
 
 def _test_table(name: str, results: dict) -> Iterator[str]:
-    """Yield the lines of the table of tests that the part `name` has run. There are no lines
-    without tests.
+    """Yield the lines of the table of the tests or other checks that the part `name` has run. There
+    are no lines without them.
     """
     if tests := results.get("tests", {}):
         yield f"| {name} | |"

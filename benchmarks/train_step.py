@@ -22,8 +22,9 @@ On a GPU, memory is torch's peak of allocated memory, listed with the estimated 
 the sum of weights, gradients, Adam's moments and saved activations.
 
 With --profile, the record has the GPU's time by class of kernels, its idle time by phase and the
-host's time for launches, in one step of TAPE and RoPE (benchmarks/trace_analysis.py). A profiler
-slows down the host, so the idle time without it is that of the timed steps minus the busy time.
+host's time for launches, in one step of each model of this project (benchmarks/trace_analysis.py).
+A profiler slows down the host, so the GPU is idle for longer. Without a profiler, its idle time is
+that of a timed step minus the busy time.
 """
 
 import argparse
@@ -87,11 +88,11 @@ def main(argv: list[str] | None = None) -> None:
             "--against", f"needs a single process, but {world_size} were started", "remove it"
         )
 
-    # Before there is a process group, since a configuration may be refused.
     shapes = [shape]
     for micro_batch, accumulate in arguments.more_batches:
         changed = dataclasses.replace(shape, micro_batch=micro_batch, accumulate=accumulate)
         shapes.append(changed)
+    # Before there is a process group, since a configuration may be refused.
     configs = [configurations(arguments, each, world_size) for each in shapes]
 
     quiet_libraries(rank)
@@ -120,9 +121,12 @@ def configurations(
     backends = dict.fromkeys(ENCODINGS, arguments.backend)
     for backend in arguments.rope_backends:
         backends[f"rope {backend}"] = backend
-    return {
-        name: run_config(
-            name.split()[0],
+    configs = {}
+    for name, backend in backends.items():
+        # A name begins with that of the encoding.
+        encoding = name.split()[0]
+        configs[name] = run_config(
+            encoding,
             shape,
             arguments.precision,
             world_size,
@@ -131,8 +135,7 @@ def configurations(
             arguments.recompute,
             backend,
         )
-        for name, backend in backends.items()
-    }
+    return configs
 
 
 def measure(
@@ -141,11 +144,11 @@ def measure(
     configs: list[dict[str, RunConfig]],
     layout: ParallelLayout,
 ) -> dict:
-    """Measure the first shape and then those of --more-batches, whose results are its `batches`.
-    Return the result of the first shape.
+    """Measure the first shape, and then those of --more-batches. Return the result of the first
+    shape, which contains those of the others as `batches`.
 
-    `configs` has the configurations of each shape. A batch that does not fit into memory has an
-    `error` instead of figures.
+    `configs` has the configurations of each shape (see `configurations`). The result of a batch
+    that does not fit into memory has an `error`.
     """
     record = Record(arguments) if layout.rank == 0 else None
     traces = None
@@ -159,23 +162,25 @@ def measure(
             record.write(result)
 
     first = Comparison(arguments, shapes[0], configs[0], layout, write, traces)
-    # Before its run, since `run` writes partial results.
+    # Assigned before the run, during which `write` writes it.
     result = first.result
     first.run()
 
-    # Only the encodings, since the others are for one comparison at a common batch size.
-    few = argparse.Namespace(**vars(arguments) | {"against": []})
+    # Further batches compare only TAPE and RoPE: the rivals have been measured with the first one.
+    without_rivals = argparse.Namespace(**vars(arguments) | {"against": []})
     for shape, shape_configs in zip(shapes[1:], configs[1:]):
         encodings = {name: shape_configs[name] for name in ENCODINGS}
-        batch_traces = traces and traces.with_name(f"{traces.name}-{shape.batch}")
-        comparison = Comparison(few, shape, encodings, layout, write, batch_traces)
+        batch_traces = None
+        if traces:
+            batch_traces = traces.with_name(f"{traces.name}-{shape.batch}")
+        comparison = Comparison(without_rivals, shape, encodings, layout, write, batch_traces)
         comparison.log(f"micro-batch size x micro-batches: {shape.batch}")
         batches = result.setdefault("batches", {})
         batches[shape.batch] = comparison.result
         try:
             comparison.run()
         except torch.OutOfMemoryError as error:
-            # With several ranks, the others would wait for this one.
+            # If this rank went on to the next batch, the others would wait for it.
             if layout.world_size > 1:
                 raise
             comparison.result["error"] = describe_error(error)
@@ -262,9 +267,10 @@ class Comparison:
             # needs the most memory.
             for name in ("tape", "rope"):
                 self._measure_together([name])
+            # If `auto` has chosen a backend of --rope-backends, this model has been measured.
+            measured_already = f"rope {self.result['models']['rope']['attention']}"
             for name in rivals:
-                # `auto` may have chosen the same backend.
-                if name != f"rope {self.result['models']['rope']['attention']}":
+                if name != measured_already:
                     self._measure_rival(name)
             return
         # Steps of all models alternate, so a model that cannot take a step is left out before.
@@ -317,7 +323,7 @@ class Comparison:
         return True
 
     def _measure_rival(self, name: str) -> None:
-        """Measure a model alone. If it fails, record the reason."""
+        """Measure a rival alone. If it fails, record the reason."""
         try:
             self._measure_together([name])
         except Exception as error:  # an error in a library, or out of memory
@@ -424,7 +430,8 @@ class Comparison:
 
     @contextmanager
     def _build_model(self, name: str) -> Iterator[MeasuredModel]:
-        """Yield a new model, `rope`, `tape` or the baseline, and free its memory after the block.
+        """Yield a new model and free its memory after the block. `name` is a key of `configs`, or
+        that of the baseline, `BASELINE` or `COMPILED`.
 
         Keeps the losses of RoPE and TAPE for `_check_parity`.
         """
@@ -433,6 +440,7 @@ class Comparison:
             config = self.configs[name]
             backend = verified_backend(config.model, self.layout, dtype_of(config), allow_slow=True)
             measured = MeasuredModel(config, self.layout, backend)
+            # Its name so far is that of its encoding; the name of a rival also has the backend.
             measured.name = name
             if name in ENCODINGS:
                 self.first_losses[name] = measured.first_losses
@@ -471,10 +479,10 @@ class Comparison:
         self.log(f"token losses {difference_text} (allowed: {allowed:.2g})")
 
     def _profile(self, measured: MeasuredModel) -> None:
-        """Profile a step: add the analysis to the results, print the slowest kernels, and keep the
-        trace if there is a record. Do nothing for the baseline.
+        """Profile a step: add the analysis to the results, print the kernels that took the most
+        time, and keep the trace if there is a record. Do nothing for the baseline.
 
-        If it fails, record the reason, so that other models are still measured.
+        If this fails, record the reason, so that other models are still measured.
         """
         if measured.name not in self.configs:
             return

@@ -1,7 +1,7 @@
 """Run this project's commands at small size, one after another, for the part `commands` of
 `benchmarks.gpu_trial`: train, kill and continue, evaluate, extend, export, load and generate.
 
-Most commands run in this process, which has imported their libraries already.
+Most commands run in this process, so that their libraries are imported only once.
 """
 
 import json
@@ -27,13 +27,13 @@ from megatron_tape.io.versions import ROOT
 STEPS = 8
 """Steps of the run; a checkpoint is saved after the first half."""
 KILLED_STEP = 6
-"""The step in which the killed run dies, after its checkpoint."""
+"""The step in which a run is killed, after it has saved a checkpoint."""
 VOCABULARY = 1024
 CORPUS_CHARACTERS = 200_000
 DOCUMENT_CHARACTERS = 4000
-"""Long enough for the evaluation at four times the length of training at toy size."""
+"""Long enough for the evaluation at twice the length of training."""
 CACHED_TOKENS = 4
-"""Tokens that are decoded one by one, with a cache."""
+"""Tokens that are decoded one by one, with a key/value cache."""
 MAX_LOGIT_ERROR = 1e-3
 """Maximum relative difference in fp32 of logits with a cache from those without."""
 MAX_LOSS_ERROR = {"fp32": 1e-4, "bf16": 0.005}
@@ -41,13 +41,13 @@ MAX_LOSS_ERROR = {"fp32": 1e-4, "bf16": 0.005}
 in a different order in each run.
 """
 OWN_PACKAGES = ("megatron_tape", "pretrain", "tools", "benchmarks")
-"""Packages of this project, which are never missing."""
+"""Packages of this project. If a module of another package is missing, a command is skipped."""
 SECONDS = 90.0
 """Time limit of a command in another process."""
 
-# Trains like `python -m pretrain.train`, but dies in a step. Its arguments are the number of the
-# step, and the arguments of the command.
-DYING_RUN = """
+# Trains like `python -m pretrain.train`, but kills itself in a step. Its arguments are the number
+# of the step, and the arguments of the command.
+KILLED_RUN = """
 import os, signal, sys
 from megatron_tape.training.engine import Engine
 from pretrain import train
@@ -79,8 +79,8 @@ SMALL = Sizes(layers=4, heads=12, head_dim=64, seq_length=256, batch=8, precisio
 
 
 def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
-    """Run all commands, with files in `folder`. Yield the name of each and its outcome: "passed",
-    "skipped: ..." with the package that is not installed, or "failed: ..." with the error.
+    """Run all commands, whose files are in `folder`. Yield the name of each and its outcome:
+    "passed", "skipped: ..." with the module that is not installed, or "failed: ..." with the error.
     """
     commands = Commands(folder, TOY if toy else SMALL)
     steps: dict[str, Callable[[], None]] = {
@@ -97,9 +97,11 @@ def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
             try:
                 step()
             except ModuleNotFoundError as error:
-                outcome = "failed" if str(error.name).startswith(OWN_PACKAGES) else "skipped"
+                outcome = "skipped"
+                if str(error.name).startswith(OWN_PACKAGES):
+                    outcome = "failed"
                 yield name, f"{outcome}: {error}"
-            # A command that refuses its arguments exits.
+            # A command that refuses its arguments raises SystemExit.
             except (Exception, SystemExit) as error:
                 yield name, f"failed: {type(error).__name__}: {one_line(error)}"
             else:
@@ -109,21 +111,31 @@ def run_commands(folder: Path, toy: bool) -> Iterator[tuple[str, str]]:
 
 
 class Commands:
-    """The commands, which use each other's results in `folder`."""
+    """The commands, in the order of their definitions. Each uses results of earlier ones, which are
+    in `folder`. All raise an exception if they fail.
+    """
 
     def __init__(self, folder: Path, sizes: Sizes):
         self.folder = folder
         self.sizes = sizes
-        self.dying_run: subprocess.Popen | None = None
+        self.killed_run: subprocess.Popen | None = None
+        """The process of the run that kills itself; None before it starts."""
 
     def close(self) -> None:
-        """End the run that dies, if it still runs."""
-        if self.dying_run is not None:
-            self.dying_run.kill()
-            self.dying_run.wait()
+        """End the run that kills itself, if it still runs."""
+        if self.killed_run is not None:
+            self.killed_run.kill()
+            self.killed_run.wait()
 
     def prepare(self) -> None:
         """Train a tokenizer on Python's standard library, and make a dataset and two recipes."""
+        corpus = self._write_corpus()
+        self._make_dataset(corpus, self._train_tokenizer(corpus))
+        (self.folder / "recipe.yaml").write_text(self._recipe(), encoding="utf-8")
+        (self.folder / "longer.yaml").write_text(self._longer_recipe(), encoding="utf-8")
+
+    def _write_corpus(self) -> Path:
+        """Write documents of Python's standard library, and return the JSONL file."""
         text = ""
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             text += path.read_text(encoding="utf-8", errors="replace")
@@ -134,7 +146,10 @@ class Commands:
             for start in range(0, CORPUS_CHARACTERS, DOCUMENT_CHARACTERS):
                 document = text[start : start + DOCUMENT_CHARACTERS]
                 file.write(json.dumps({"text": document}) + "\n")
+        return corpus
 
+    def _train_tokenizer(self, corpus: Path) -> Path:
+        """Train a tokenizer on the corpus, and return its file."""
         from tools import train_tokenizer
 
         tokenizer = self.folder / "tokenizer.model"
@@ -144,7 +159,11 @@ class Commands:
             f"--vocab-size={VOCABULARY}",
             f"--output={tokenizer}",
         )
-        # In another process, since it forks, which a process with threads should not.
+        return tokenizer
+
+    def _make_dataset(self, corpus: Path, tokenizer: Path) -> None:
+        """Tokenize the corpus into a dataset."""
+        # In another process: the program forks, which a process with threads should not do.
         subprocess.run(
             [
                 sys.executable,
@@ -158,29 +177,35 @@ class Commands:
             cwd=ROOT,
             timeout=SECONDS,
         )
-        (self.folder / "recipe.yaml").write_text(self._recipe(), encoding="utf-8")
-        (self.folder / "longer.yaml").write_text(self._longer_recipe(), encoding="utf-8")
 
     def train(self) -> None:
-        """Train TAPE, while another process trains the same run until it dies."""
-        program = [sys.executable, "-c", DYING_RUN, str(KILLED_STEP), *self._training("killed")]
+        """Train the run `whole`. At the same time, another process trains an equal run, `killed`,
+        until it kills itself.
+        """
+        program = [sys.executable, "-c", KILLED_RUN, str(KILLED_STEP), *self._training("killed")]
         with open(self.folder / "killed.log", "wb") as log:
-            self.dying_run = subprocess.Popen(
-                program, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            self.killed_run = subprocess.Popen(
+                program,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         self._train("whole")
 
     def kill_and_continue(self) -> None:
-        """Continue the run that died. It must have the losses of the run that did not."""
-        status = self.dying_run.wait(SECONDS)
+        """Wait until the run `killed` is, and continue it. It must have the losses of the run
+        `whole`.
+        """
+        status = self.killed_run.wait(SECONDS)
         if status != -signal.SIGKILL:
             log = (self.folder / "killed.log").read_text(errors="replace")
             raise RuntimeError(f"the run ended with status {status}: {log[-300:]}")
-        continued = time.time()
+        time_of_continuation = time.time()
         self._train("killed")
 
         metrics = self._metrics("killed")
-        if metrics[1]["time"] > continued:
+        # The first step must be that of the killed process.
+        if metrics[1]["time"] > time_of_continuation:
             raise RuntimeError("the run began anew instead of continuing from its checkpoint")
         found = {step: row["train/loss"] for step, row in metrics.items()}
         expected = {step: row["train/loss"] for step, row in self._metrics("whole").items()}
@@ -247,22 +272,12 @@ class Commands:
         generator = torch.Generator().manual_seed(0)
         shape = (2, self.sizes.seq_length)
         tokens = torch.randint(VOCABULARY, shape, generator=generator).to(model.device)
+        _compare_with_cache(model, tokens)
 
-        expected = model(tokens).logits[:, -CACHED_TOKENS - 1 :].float()
         prompt = tokens[:, :-CACHED_TOKENS]
-        output = model(prompt, use_cache=True)
-        found = [output.logits[:, -1:]]
-        for token in tokens[:, -CACHED_TOKENS:].split(1, dim=1):
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
-            found.append(output.logits)
-        difference = torch.cat(found, 1).float() - expected
-        error = float(difference.norm() / expected.norm())
-        # Not `>`, which is false for NaN.
-        if not error <= MAX_LOGIT_ERROR:
-            raise RuntimeError(f"logits with a cache are off by {error:.2g}")
-
-        text = model.generate(prompt, max_new_tokens=CACHED_TOKENS, do_sample=False)
-        if text.shape[1] <= prompt.shape[1]:
+        generated = model.generate(prompt, max_new_tokens=CACHED_TOKENS, do_sample=False)
+        # The result begins with the prompt.
+        if generated.shape[1] <= prompt.shape[1]:
             raise RuntimeError("no token was generated")
 
     def _training(self, name: str) -> list[str]:
@@ -307,7 +322,7 @@ optimizer: {{lr: 0.001}}
 """
 
     def _common(self, steps: int, name: str) -> str:
-        """Return the settings that both recipes share; `name` is that of the run."""
+        """Return the settings that both recipes have, with the values of the run `name`."""
         batch = self.sizes.batch
         return f"""
 data: {{prefix: '{self.folder / "data"}', tokenizer: '{self.folder / "tokenizer.model"}',
@@ -319,6 +334,25 @@ train: {{steps: {steps}, global_batch_size: {batch}, micro_batch_size: {batch},
 checkpoint: {{interval: {STEPS // 2}}}
 logging: {{interval: 1, sample_tokens: 0, tensorboard: false, directory: '{self.folder / name}'}}
 """
+
+
+def _compare_with_cache(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    """Raise RuntimeError if the logits of `tokens` (B, S) with a key/value cache differ from those
+    without.
+    """
+    expected = model(tokens).logits[:, -CACHED_TOKENS - 1 :].float()
+
+    output = model(tokens[:, :-CACHED_TOKENS], use_cache=True)
+    found = [output.logits[:, -1:]]
+    for token in tokens[:, -CACHED_TOKENS:].split(1, dim=1):
+        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+        found.append(output.logits)
+
+    difference = torch.cat(found, 1).float() - expected
+    error = float(difference.norm() / expected.norm())
+    # Not `>`, which is false for NaN.
+    if not error <= MAX_LOGIT_ERROR:
+        raise RuntimeError(f"logits with a cache are off by {error:.2g}")
 
 
 def _run_tool(tool: ModuleType, *arguments: str) -> None:

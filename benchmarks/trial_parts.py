@@ -24,7 +24,6 @@ from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
-# The names of the tests in tests/gpu/test_training_on_gpu.py.
 _TRAINING_FILE = "tests/gpu/test_training_on_gpu.py"
 _RUN_TEST = f"{_TRAINING_FILE}::test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
 _GRADIENTS_TEST = f"{_TRAINING_FILE}::test_gradients_have_at_most_twice_the_error_of_plain_torch"
@@ -44,18 +43,22 @@ TOY_TRAINING_TESTS = [
 TWO_RANKS_TESTS = "tests/gpu/test_two_ranks.py"
 """The tests that the part `two-ranks` runs."""
 
-# Kernels that have changed since the last trial, by the beginning of their names, and libraries
-# with inputs and outputs that such kernels prepare. They are compiled and checked first.
 CHANGED = ("position update", "rotat", "join", "split", "tape torch", "tape flash_attn")
+"""Beginnings of the names of cases that are compiled and checked first: kernels that have changed
+since the last trial, and libraries whose inputs or gradients such kernels prepare.
+"""
 ATTENTION_SHAPES = ("12x64@1024", "16x128@4096", "32x128@8192", "32/8x128@8192")
 """The shapes of the part `attention`; in the last one, query heads share keys and values."""
 
+# racecheck finds races in shared memory, memcheck accesses outside of tensors.
 SANITIZED = (
     ("racecheck", "position update", "_update"),
     ("racecheck", "attention", "_backward"),
     ("memcheck", "attention", "_"),
 )
-"""Tools of compute-sanitizer, each with a kernel's check and a part of the names of its kernels."""
+"""The checks of the part `sanitizer`: a tool of compute-sanitizer, the name of a case of
+`benchmarks.kernel_cases`, and a substring of the names of the kernels that the tool checks.
+"""
 SANITIZED_SHAPE = "12x64"
 SANITIZER_FOUND = 99
 """Exit status of compute-sanitizer if it has found an error."""
@@ -65,7 +68,7 @@ SANITIZER_FOUND = 99
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
-    """Measure the matmul rate, the copy bandwidth and the time of the host for a launch. Record the
+    """Measure the matmul rate, the copy bandwidth and the host's time for a launch, and record the
     C compiler's version.
     """
     import torch
@@ -112,7 +115,7 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
     """Call `function` for each case in its own process. Record and print each result at once."""
     from benchmarks.kernel_cases import run_cases
 
-    # False sorts before True.
+    # The changed kernels first, since False sorts before True.
     cases = sorted(cases, key=lambda case: not case.name.startswith(CHANGED))
     results = []
     for result in run_cases(function, cases):
@@ -144,13 +147,16 @@ def step_155m(record: Record, options: argparse.Namespace) -> None:
     """Time and profile training steps of TAPE and RoPE with three micro-batch sizes. Time those of
     transformers' Llama, with and without torch.compile.
     """
-    batches = ["4x1"] if options.toy else ["64x2", "128x1"]
+    # All batches have the same tokens as the shape's own one, 32x4.
+    batches = ["64x2", "128x1"]
+    if options.toy:
+        batches = ["4x1"]
     _step(options, "155m-1k", ["--warmup=2", "--compile-baseline", "--more-batches", *batches])
 
 
 def step_1b(record: Record, options: argparse.Namespace) -> None:
-    """Time and profile training steps of TAPE and RoPE, of RoPE by torch and by FlashAttention.
-    Time those of transformers' Llama.
+    """Time and profile training steps of TAPE and RoPE, and of RoPE with torch's attention and with
+    FlashAttention. Time those of transformers' Llama.
     """
     more_arguments = ["--warmup=1", "--rope-backends", "flash_attn", "torch"]
     if options.toy:
@@ -173,15 +179,20 @@ def training(record: Record, options: argparse.Namespace) -> None:
     """Compare losses and gradients of 20 training steps of TAPE and RoPE on the GPU with those on
     the CPU.
     """
-    _run_tests(record, options, TOY_TRAINING_TESTS if options.toy else TRAINING_TESTS)
+    tests = TRAINING_TESTS
+    if options.toy:
+        tests = TOY_TRAINING_TESTS
+    _run_tests(record, options, tests)
 
 
 def two_ranks(record: Record, options: argparse.Namespace) -> None:
-    """Train on two ranks that share one GPU, and compare with one rank."""
+    """Train on two ranks, which share a single GPU, and compare with one rank. At toy size, only
+    collect these tests.
+    """
     if not (ROOT / TWO_RANKS_TESTS).exists():
         record.write({"tests": {TWO_RANKS_TESTS: "does not exist in this version"}})
     elif options.toy:
-        # They would take as long as half of the other parts.
+        # Running them would take as long as half of the other parts.
         record.write({"tests": {TWO_RANKS_TESTS: "not run; `make test` runs it without a GPU"}})
         _run_tests(record, options, [TWO_RANKS_TESTS], "--collect-only")
     else:
@@ -242,7 +253,9 @@ def commands(record: Record, options: argparse.Namespace) -> None:
 
 
 def sanitizer(record: Record, options: argparse.Namespace) -> None:
-    """Run kernels that use shared memory under compute-sanitizer, if it is installed."""
+    """Run kernels that use shared memory under compute-sanitizer, if it is installed and there is a
+    GPU.
+    """
     toolkit = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     program = shutil.which("compute-sanitizer", path=toolkit)
     if program is None or options.toy:
@@ -251,30 +264,31 @@ def sanitizer(record: Record, options: argparse.Namespace) -> None:
         return
 
     outcomes = {}
-    # At the same time, since importing torch takes most of the time.
+    # The checks run at the same time, since each spends most of its time importing torch.
     with ThreadPoolExecutor(len(SANITIZED)) as threads:
-        checks = [threads.submit(_sanitize, program, *check) for check in SANITIZED]
-        for (tool, name, _), check in zip(SANITIZED, checks):
-            outcomes[f"{tool} of {name}"] = check.result()
+        results = [threads.submit(_sanitize, program, *check) for check in SANITIZED]
+        for (tool, case, _), result in zip(SANITIZED, results):
+            outcomes[f"{tool} of {case}"] = result.result()
             record.write({"tests": outcomes})
 
 
-def _sanitize(program: str, tool: str, name: str, kernels: str) -> str:
-    """Return the outcome of a kernel's check under a tool of compute-sanitizer: "passed", or
-    "failed: ..." with the end of the output.
+def _sanitize(program: str, tool: str, case: str, kernels: str) -> str:
+    """Return the outcome of a case under a tool of compute-sanitizer: "passed", or "failed: ..."
+    with the end of the output.
 
-    `kernels` is a part of the names of the kernels to check.
+    `program` is the path of compute-sanitizer; the other arguments are those of `SANITIZED`.
     """
-    check = (
+    run_case = (
         "from benchmarks.kernel_cases import LENGTH, Case, compile_case;"
-        f" compile_case(Case({SANITIZED_SHAPE!r}, {name!r}, LENGTH))"
+        f" compile_case(Case({SANITIZED_SHAPE!r}, {case!r}, LENGTH))"
     )
     command = [program, f"--tool={tool}", "--kernel-name", f"kns={kernels}"]
-    command += [f"--error-exitcode={SANITIZER_FOUND}", sys.executable, "-c", check]
+    command += [f"--error-exitcode={SANITIZER_FOUND}", sys.executable, "-c", run_case]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        # Otherwise one allocation holds many tensors, and accesses beyond a tensor are not found.
+        # With torch's cache, one allocation holds many tensors, and memcheck would not find an
+        # access beyond a tensor.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
