@@ -124,7 +124,8 @@ class LanguageModel(torch.nn.Module):
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
-        # With activation checkpointing, only a layer's state is kept for the next one, and an
+        # A layer's update may write the state into the next layer's [v | z], but only if attention
+        # reads that very memory. Activation checkpointing passes on only the state, and an
         # all-to-all copies it.
         if self.recompute == "none" and self.token_layout.sequence_shards == 1:
             self.encoding.joins_values = averages_one_value(
@@ -262,8 +263,9 @@ class LanguageModel(torch.nn.Module):
         """
 
         def run(hidden_states: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            hidden_states, new = run_layer(hidden_states, state)
-            return hidden_states, self.encoding.state_tensor(new)
+            """Run the layer. Megatron's checkpointing requires results that are tensors."""
+            hidden_states, new_state = run_layer(hidden_states, state)
+            return hidden_states, self.encoding.state_tensor(new_state)
 
         # False, for `distribute_saved_activations`: every tensor-parallel rank keeps the whole
         # input of the layer.

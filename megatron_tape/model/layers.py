@@ -332,7 +332,8 @@ class LayerEncoding(Module):
             with torch.no_grad():
                 # Sums are in fp32, as bf16 would round sums of many squares. The state is (s, B, G,
                 # D); only the axis of groups remains. A complex number has two elements.
-                before, after = (self.encoding.state_tensor(x).float() for x in (state, new))
+                before = self.encoding.state_tensor(state).float()
+                after = self.encoding.state_tensor(new).float()
                 squares = after.square().sum((0, 1, 3))
                 update_squares = (after - before).square().sum((0, 1, 3))
                 count = torch.full_like(squares, after.numel() / 2 / after.shape[2])

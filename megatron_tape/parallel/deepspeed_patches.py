@@ -70,17 +70,19 @@ def replace_gradient_norm(
     if the norm is not finite.
 
     ZeRO 1 and 2 launch 15 kernels for each parameter: 2 for its norm, and 13 to find values that
-    are not finite, which the norm shows as well. ZeRO 3 launches 2. `compute_norm` may also return
-    infinity to skip an update for another reason. DeepSpeed's message about an overflow is
-    suppressed, since the trainer logs skipped steps. Unnecessary once DeepSpeed computes one norm
-    of all gradients, and has a hook between this computation and the update.
+    are not finite. A norm of all gradients takes fewer, and is not finite if a value is not. ZeRO 3
+    launches 2 for each norm. `compute_norm` may also return infinity to skip an update for another
+    reason. DeepSpeed's message about an overflow is suppressed, since the trainer logs skipped
+    steps. Unnecessary once DeepSpeed computes one norm of all gradients, and has a hook between
+    this computation and the update.
     """
     # `update_scale` only logs the message, because bf16 and fp32 use no loss scale.
     zero.loss_scaler.update_scale = lambda overflow: None
     if isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3):
-        # ZeRO 3 combines the norms of the parameter groups.
+        # ZeRO 3 combines the norms in this list, one for each parameter group.
         zero._get_norm_groups = lambda: [compute_norm()]
     else:
+        # This would search every gradient. DeepSpeed checks the norm afterwards.
         zero.check_overflow = lambda partition_gradients: None
         zero.scaled_global_norm = compute_norm
 

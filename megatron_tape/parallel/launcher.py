@@ -20,7 +20,7 @@ MOST_PROCESSES = 1_000_000
 """Largest rank or number of processes that is accepted."""
 LAST_PORT = 65535
 SHARED_GPU = "TAPE_TEST_RANKS_SHARE_GPU"
-"""Variable that only tests set; see `ranks_share_gpu`."""
+"""Environment variable that only tests may set; see `ranks_share_gpu`."""
 TRIES = 5
 """Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks
 start at once.
@@ -95,7 +95,7 @@ def ranks_share_gpu() -> bool:
     """
     if SHARED_GPU not in os.environ:
         return False
-    # pytest sets this variable, and the processes that a test starts inherit it.
+    # pytest sets PYTEST_CURRENT_TEST, and the processes that a test starts inherit it.
     if "PYTEST_CURRENT_TEST" not in os.environ:
         raise ConfigError(
             SHARED_GPU,

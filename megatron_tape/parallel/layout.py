@@ -172,8 +172,8 @@ def initialize_distributed(
             WITHOUT_LIMIT if None.
 
     Raises:
-        ConfigError: if there are more processes on this node than GPUs, or if a variable is set
-            that only tests may set.
+        ConfigError: if there are more processes on this node than GPUs, or if the environment
+            variable `launcher.SHARED_GPU` is set outside of pytest.
         NodeError: if this node cannot resolve the address of rank 0.
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
@@ -301,8 +301,8 @@ def _prepare_backend(device: torch.device) -> str:
     """Return the backend of process groups: NCCL for a GPU, and gloo for the CPU and for a GPU that
     ranks share.
 
-    Gloo's collectives accept tensors on a GPU. It cannot send and receive them, so Megatron is
-    patched to send copies on the CPU.
+    Gloo's collectives accept tensors on a GPU, but gloo cannot send and receive them. For a shared
+    GPU, Megatron is therefore patched to send and receive copies on the CPU.
     """
     if device.type != "cuda":
         return "gloo"

@@ -59,10 +59,11 @@ def clear_group_variables() -> None:
 
 
 def split_qkv_with(split: Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, ...]]) -> None:
-    """Make attention split queries, keys and values, along the last axis, with `split`.
+    """Make attention split the output of its projection into queries, keys and values with `split`.
 
-    Megatron splits them with Transformer Engine or, if it is not installed, with torch.
-    Unnecessary once Megatron accepts a function as an argument.
+    `split` gets the tensor and the widths of the three parts of its last axis. Megatron uses
+    Transformer Engine or, if it is not installed, torch. Unnecessary once Megatron accepts a
+    function as an argument.
     """
     from megatron.core.transformer import attention
 
@@ -85,7 +86,7 @@ def reduce_tensors_of_any_strides() -> None:
 def send_through_cpu() -> None:
     """Make pipeline stages send copies of their tensors on the CPU, and receive into such copies.
 
-    Gloo cannot send and receive tensors on a GPU, but all its collectives that this project uses
+    Gloo cannot send and receive tensors on a GPU, though all its collectives that this project uses
     accept them. Only tests use gloo with a GPU. Unnecessary once gloo sends tensors on a GPU.
     """
     from megatron.core.pipeline_parallel import p2p_communication
@@ -98,18 +99,19 @@ def send_through_cpu() -> None:
 
 
 _TRANSFERS = ("send_prev", "recv_prev", "send_next", "recv_next")
-"""What Megatron's functions can start at once, in the order in which `_batched_p2p_ops` returns
-requests.
+"""The transfers between pipeline stages that a call may start, in the order in which Megatron's
+`_batched_p2p_ops` returns their requests.
 """
 
 
 def _start_on_cpu(start: Callable, **arguments: Any) -> list | dict:
-    """Start sending and receiving with copies on the CPU, and return the requests.
+    """Start sending and receiving with copies on the CPU, and return the requests as `start` does.
 
-    `start` is one of Megatron's two functions that start it: `_batched_p2p_ops` returns a list of
-    requests, and `_p2p_ops` a dict. Their `arguments` are a tensor or None for each of
-    `_TRANSFERS`, with the prefix `tensor_`, and the ranks and the process group.
+    `start` is one of Megatron's functions: `_batched_p2p_ops` returns a list of requests, and
+    `_p2p_ops` a dict by transfer. Their `arguments` are a tensor or None for each of `_TRANSFERS`,
+    with the prefix `tensor_`, and the ranks and the process group.
     """
+    # Both by transfer: the copies on the CPU, and the tensors to receive into.
     copies = {}
     targets = {}
     for transfer in _TRANSFERS:
@@ -124,21 +126,22 @@ def _start_on_cpu(start: Callable, **arguments: Any) -> list | dict:
             targets[transfer] = tensor
 
     requests = start(**arguments)
-    by_transfer = requests
+    requests_by_transfer = requests
     if isinstance(requests, list):
-        by_transfer = dict(zip(copies, requests, strict=True))
-    staged = {}
-    for transfer, request in by_transfer.items():
+        requests_by_transfer = dict(zip(copies, requests, strict=True))
+
+    on_cpu = {}
+    for transfer, request in requests_by_transfer.items():
         copy = copies[transfer]
         target = targets.get(transfer)
-        staged[transfer] = _RequestOnCpu(request, copy, target)
+        on_cpu[transfer] = _RequestOnCpu(request, copy, target)
     if isinstance(requests, list):
-        return list(staged.values())
-    return staged
+        return list(on_cpu.values())
+    return on_cpu
 
 
 class _RequestOnCpu:
-    """A request that sends a copy on the CPU, or receives into one. It has only the method that
+    """A request that sends a copy on the CPU, or receives into one. `wait` is the only method that
     Megatron's schedules call.
     """
 
@@ -152,7 +155,8 @@ class _RequestOnCpu:
         """Wait until the tensor is sent, or received and copied to its device."""
         self._request.wait()
         if self._target is not None:
-            # Megatron's tensors require gradients, and those must not be changed in place.
+            # Detached, since Megatron's tensors require gradients, and torch refuses to change such
+            # tensors in place.
             self._target.detach().copy_(self._copy)
 
 

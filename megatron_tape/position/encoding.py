@@ -191,8 +191,8 @@ class PositionEncoding:
     The position state is a tensor whose first two axes are tokens and sequences; an encoding
     chooses which tokens and groups a rank holds. Fixed phases have all S tokens, since every rank
     can compute them. A state that layers update has this rank's s tokens and all G groups, and
-    enters attention by `TokenLayout.to_heads`. `next_state` may return an object with this tensor
-    and others; `state_tensor` then takes the tensor out of it, and all methods accept both.
+    enters attention by `TokenLayout.to_heads`. `next_state` may also return an object that contains
+    this tensor and others. `state_tensor` then returns the tensor, and all methods accept either.
 
     Code outside this package must not depend on which encoding is in use. The exception is
     `huggingface/`, since models with TAPE and RoPE have export formats of their own.
@@ -246,8 +246,9 @@ class PositionEncoding:
         self.token_layout = token_layout
         self.fused = fused
         self.joins_values = False
-        """Whether attention averages values and state as one tensor [v | z], as some backends do.
-        If so, the encoding may return this tensor (`PositionInputs.joined_TBGE`)."""
+        """Whether attention's kernel takes values and state as one tensor [v | z]. The encoding may
+        then provide memory that contains z already (`PositionInputs.joined_TBGE`). The model sets
+        this."""
         self._constants: dict[str, Tensor] = {}
         """The results of `constant` by name."""
 

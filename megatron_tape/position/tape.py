@@ -308,7 +308,7 @@ class TapePosition(RotaryPosition):
         attention_output_sBC,
         mlp_output_sBC,
     ):
-        """Return the updated state z'' (s, B, G, D) as an `UpdatedState` or, with `state_norm`
+        """Return the updated state z'' (s, B, G, D) as an `UpdatedState` or, if `state_norm` is
         unit, as a tensor.
         """
         from torch.nn.functional import linear
@@ -322,8 +322,8 @@ class TapePosition(RotaryPosition):
             """Return a state (S, B, G or 1, D) as (S * B, G, D)."""
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
-        # The update and attention read the same rounded tensor, so that autograd saves one, unless
-        # an all-to-all moved that of attention.
+        # The update reads the rounded tensor that attention has read, so that autograd saves only
+        # one. If an all-to-all has moved that of attention, the state is rounded again.
         if isinstance(state, UpdatedState):
             z = state.state
             rounded = state.for_update
@@ -339,18 +339,27 @@ class TapePosition(RotaryPosition):
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
-        if self.joins_values and update is fused_update and self.updates(layer + 1):
+        # The next layer's attention needs [v | z] only if it averages the state.
+        next_averages = self.updates(layer + 1)
+        if self.joins_values and update is fused_update and next_averages:
             update = partial(update, join=True)
-        tensors = update(by_token(z), u, gate, *matrices, by_token(rounded))
-        new = UpdatedState(*(None if x is None else x.unflatten(0, (S, B)) for x in tensors))
+        by_token_new = update(by_token(z), u, gate, *matrices, by_token(rounded))
+
+        # All tensors of `UpdatedState` have one axis of tokens; `joined` may be missing.
+        tensors = []
+        for x in by_token_new:
+            tensors.append(None if x is None else x.unflatten(0, (S, B)))
+        new = UpdatedState(*tensors)
         if self.settings.state_norm == "none":
             return new
+
+        # Only a tensor, since the copies are not normalized.
         from megatron_tape.ops.rotation import with_modulus
 
         return with_modulus(new.state, self.attention_factor)
 
     def state_tensor(self, state):
-        """Return the state without its copies in the precision of the hidden states."""
+        """Return the state without its rounded copies."""
         from megatron_tape.ops.position_update import UpdatedState
 
         if isinstance(state, UpdatedState):
