@@ -224,7 +224,7 @@ class Engine:
         self._loss_sum = torch.zeros((), device=layout.device)
         """Sum of the losses of a step's micro-batches so far."""
         self._skip_predicate: Callable[[float, float], bool] | None = None
-        """Set by `set_skip_predicate`."""
+        """The argument of `set_skip_predicate`; None before its first call."""
         self._skipped_norm: float | None = None
         """Gradient norm of the current step if the predicate has skipped its update; None
         otherwise.
@@ -239,16 +239,24 @@ class Engine:
 
         DeepSpeed calls this before the update, which it skips if the result is not finite.
         """
-        norm = gradient_norm(self.trained.values(), self.zero_stage, self.layout)
+        norm = gradient_norm(
+            self.trained.values(),
+            self.zero_stage,
+            self.layout,
+        )
         if self._skip_predicate is None:
             return norm
-        value = norm.item()
+
+        norm_value = norm.item()
         # DeepSpeed skips this step in any case.
-        if not math.isfinite(value):
+        if not math.isfinite(norm_value):
             return norm
-        if not self.layout.any_rank(self._skip_predicate(self._mean_loss(), value)):
+
+        skips_here = self._skip_predicate(self._mean_loss(), norm_value)
+        if not self.layout.any_rank(skips_here):
             return norm
-        self._skipped_norm = value
+
+        self._skipped_norm = norm_value
         return torch.full_like(norm, math.inf)
 
     def close(self) -> None:
@@ -285,7 +293,9 @@ class Engine:
         self._loss_sum = torch.zeros((), device=self.layout.device)
         self._skipped_norm = None
         # Both functions run the step's forward and backward passes, and update the weights.
-        run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
+        run = self._run_pipeline
+        if self.layout.pipeline_size == 1:
+            run = self._run
         run(itertools.islice(batches, self.micro_batches), step)
 
         # Averaging the loss over the ranks includes waiting for slower ranks.

@@ -81,9 +81,9 @@ def gradient_norm(
 ) -> Tensor:
     """Return the norm of the whole model's averaged gradients, in fp32 and equal on all ranks.
 
-    It is NaN or infinite if an element on any rank is, or if its square overflows. Call this
-    between `sum_replicated` and the update. Collective over all ranks, each of which passes the
-    trained parameters of its pipeline stage.
+    The norm is NaN or infinite if any element on any rank is, or if the norm's square overflows
+    fp32. Call this between `sum_replicated` and the update. Collective over all ranks, each of
+    which passes the trained parameters of its pipeline stage.
     """
     sharded = []
     replicated = []
@@ -97,10 +97,13 @@ def gradient_norm(
             replicated.append(gradient)
 
     squares = _sum_of_squares(sharded, layout.device)
-    # All tensor-parallel ranks have these gradients. Each adds an equal share, so that the sum over
-    # the ranks counts them once.
-    squares += _sum_of_squares(replicated, layout.device) / layout.tensor_parallel_size
-    # If the sum overflows fp32, so would Adam's second moments. The norm is then infinite.
+    # All tensor-parallel ranks have the replicated gradients. Each adds an equal share, so that the
+    # sum over the ranks counts them once.
+    replicated_squares = _sum_of_squares(replicated, layout.device)
+    squares += replicated_squares / layout.tensor_parallel_size
+
+    # In fp32, a sum that is too large becomes infinite, and so does the norm. Adam's second moments
+    # would overflow, too.
     total = squares.float()
     dist.all_reduce(total)
     return total.sqrt()
@@ -110,16 +113,17 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, in fp64."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # A GPU reads each tensor once, without an fp64 copy. In fp32, CPUs would be wrong by 0.1 % for
-    # an embedding of 25 million elements.
+    # fp64, since on CPUs an fp32 norm of an embedding of 25 million elements is wrong by 0.1 %. A
+    # GPU reads each tensor once, without an fp64 copy.
     norms = torch._foreach_norm(tensors, dtype=torch.float64)
     return torch.stack(norms).square().sum()
 
 
 SMALL = 2**14
-"""Maximum number of elements of gradients that are accumulated together, in few kernels: those of
-norms and of the encoding's small matrices. A kernel for each would take longer to launch than to
-run."""
+"""Maximum number of elements of a small gradient, such as that of a norm or of a matrix of the
+encoding. Small gradients are accumulated together, in few kernels, because a kernel for each would
+take longer to launch than to run.
+"""
 
 
 class _PendingReduceScatter(NamedTuple):
@@ -170,7 +174,9 @@ class ScatteredGradients:
         """Flat gradients that this rank has accumulated but not averaged yet, by parameter group.
         """
         self._small: dict[Parameter, tuple[Tensor, Tensor]] = {}
-        """Small gradients that are not in the flat sums yet: their places there, and themselves."""
+        """Small gradients that have not been added to the flat sums yet, by parameter: the slice of
+        the flat sum, and the gradient.
+        """
         self._pending: list[_PendingReduceScatter] = []
         self._missing: list[set[int]] = []
         """For each parameter group, the indices of the parameters whose gradients are not complete.
@@ -213,32 +219,35 @@ class ScatteredGradients:
                 self._accumulate(self._deferred, gradient, group)
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
-        """Add a gradient to its place in the flat sum of its parameter group; a small gradient
-        later, in `_add_small`.
+        """Add a gradient to its place in the flat sum of its parameter group. `_add_small` adds
+        small gradients later.
         """
         # ZeRO's offsets of the parameters in the flat tensor of their group.
         start = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         stop = start + parameter.numel()
         place = self._flat_sum(group)[start:stop]
-        gradient = gradient.reshape(-1)
+        flat_gradient = gradient.reshape(-1)
         if parameter.numel() > SMALL:
-            place.add_(gradient)
+            place.add_(flat_gradient)
             return
 
-        # The next micro-batch has begun.
+        # This gradient is that of the next micro-batch.
         if parameter in self._small:
             self._add_small()
-        self._small[parameter] = place, gradient
+        self._small[parameter] = place, flat_gradient
 
     def _add_small(self) -> None:
-        """Add the small gradients of a micro-batch to their places."""
+        """Add the small gradients of a micro-batch to their places in the flat sums."""
         if not self._small:
             return
         places, gradients = zip(*self._small.values())
         self._small = {}
-        # `_foreach_add_` launches a kernel for each tensor unless all have the same dtype.
+
+        # One conversion for all. `_foreach_add_` launches a kernel for each tensor unless all have
+        # the same dtype.
         flat = torch.cat(gradients).to(places[0].dtype)
-        torch._foreach_add_(places, flat.split([place.numel() for place in places]))
+        sizes = [place.numel() for place in places]
+        torch._foreach_add_(places, flat.split(sizes))
 
     def _flat_sum(self, group: int) -> Tensor:
         """Return the flat gradients of a group that this rank has accumulated; zeros at first."""
