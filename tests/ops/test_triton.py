@@ -485,6 +485,18 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     assert gradient.stride() == x.stride()
 
 
+def test_gradients_of_long_sequences_with_many_heads_per_group_are_joined(monkeypatch):
+    """Only the first axis of CUDA's grids may have more than 65535 programs."""
+    join = mock.MagicMock()
+    monkeypatch.setattr(triton_rotation, "_join", join)
+    widths = [8 * 128, 128, 128]
+    x = torch.empty(2**17, 1, 8, sum(widths), device="meta", requires_grad=True)
+    parts = triton_rotation.split(x, widths)
+    torch.autograd.backward(parts, [torch.empty_like(part) for part in parts])
+    ((grid,), _) = join.__getitem__.call_args
+    assert max(grid[1:], default=1) < 2**16
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("groups", [4, 2])

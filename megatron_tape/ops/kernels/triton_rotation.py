@@ -600,6 +600,7 @@ def _join(
     out_batch,
     out_head,
     S,
+    B,
     H,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -612,11 +613,13 @@ def _join(
     """Store [first | second | third] of one head of a sequence to OUT, of any strides.
 
     The parts (S, B, H, WIDTH_*) are contiguous; the width of a missing one is 0. BLOCK_1 and so on
-    are the widths, rounded up to powers of two. The grid is (B * H, blocks of BLOCK_S tokens).
+    are the widths, rounded up to powers of two. The grid has one axis, since the others are limited
+    to 65535 programs: B * H programs for each block of BLOCK_S tokens.
     """
-    batch_heads = tl.num_programs(0)
-    batch_head = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
-    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    program = tl.program_id(0).to(tl.int64)
+    batch_heads = B * H
+    batch_head = program % batch_heads  # counts the heads of all sequences
+    rows = program // batch_heads * BLOCK_S + tl.arange(0, BLOCK_S)
     OUT += batch_head // H * out_batch + batch_head % H * out_head
 
     part = FIRST + batch_head * WIDTH_1
@@ -682,11 +685,12 @@ class _Split(Function):
         tensors += tensors[:1] * missing
         blocks = [triton.next_power_of_2(width) for width in widths]
         block_s = max(1, 2048 // max(blocks))
-        _join[(B * H, triton.cdiv(S, block_s))](
+        _join[(B * H * triton.cdiv(S, block_s),)](
             *tensors,
             out,
             *_strides(out),
             S,
+            B,
             H,
             *widths,
             *blocks,
