@@ -47,7 +47,7 @@ class AttentionInputs(PositionInputs):
         """
         q = self.q_SBHD
         k = self.k_TBGD
-        v = self.v_TBGD
+        value = self.v_TBGD
         z = self.z_TBGD
         rotate = self.rotate and z is not None
         wide = join and self.average_state
@@ -55,26 +55,28 @@ class AttentionInputs(PositionInputs):
             # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
-            q, k, v = rotated_and_joined(q, k, v, z, wide, self.joined_TBGE)
+            q, k, value = rotated_and_joined(q, k, value, z, wide, self.joined_TBGE)
         else:
             if rotate:
                 q = rotate_groups(q, z)
                 k = rotate_groups(k, z)
             if wide:
-                v = torch.cat([v, z.expand_as(v)], dim=-1)
+                state = z.expand_as(value)
+                value = torch.cat([value, state], dim=-1)
 
         if self.average_state and not wide:
-            return q, k, v, z.expand_as(v)
-        return q, k, v
+            return q, k, value, z.expand_as(value)
+        return q, k, value
 
 
 def split(x_SBHE: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
     """Return two or three views of x, split along its last axis.
 
-    On devices that support it, a kernel concatenates their gradients, unless a kernel that computed
-    them has done so already.
+    On devices that support it, a Triton kernel concatenates their gradients, unless another kernel
+    has written them into one tensor already. torch.split always concatenates them.
     """
     if supports_rotation_kernels(x_SBHE):
+        # Imported here, since Triton is installed only on some systems.
         from megatron_tape.ops.kernels.triton_rotation import split as split_with_kernel
 
         return split_with_kernel(x_SBHE, widths)

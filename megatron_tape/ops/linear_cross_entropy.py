@@ -185,7 +185,8 @@ class _ChunkedLoss:
         hidden = self._hidden
         weight = self._weight
         N = hidden.shape[0]
-        size = chunk_size(weight.shape[0], choice.generation(hidden.device))
+        generation = choice.generation(hidden.device)
+        size = chunk_size(weight.shape[0], generation)
         losses = hidden.new_empty(N, dtype=_loss_dtype(hidden))
         d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
         d_weight = None

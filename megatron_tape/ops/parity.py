@@ -217,16 +217,36 @@ def attention_checks(
     qkv = draw(length, 2, G, sum(widths))
     z = draw(length, 2, G, D)
 
-    # The state is the last of `tensors` or, if it needs no gradient, the constant z.
-    def rotate_and_attend(qkv: Tensor, *learned: Tensor, backend: str, **options: Any) -> Outputs:
+    def rotate_and_attend(
+        qkv: Tensor,
+        *learned_state: Tensor,
+        backend: str,
+        **options: Any,
+    ) -> Outputs:
+        """Return the averages. `learned_state` is the state or, if it needs no gradient, nothing;
+        it is then the constant z.
+        """
         # The reference must not use the kernel that concatenates gradients.
-        parts = qkv.split(widths, dim=-1) if backend == "naive" else split(qkv, widths)
-        q, k, v = parts
-        state = learned[0] if learned else z.to(q)
-        # Memory for [v | z], with z, as the position update provides it. Naive does not use it.
+        if backend == "naive":
+            q, k, v = qkv.split(widths, dim=-1)
+        else:
+            q, k, v = split(qkv, widths)
+
+        if learned_state:
+            (state,) = learned_state
+        else:
+            state = z.to(q)
+        # Memory for [v | z] that contains z, as the position update provides it. naive ignores it.
         joined = torch.cat([torch.zeros_like(v), state.detach()], dim=-1)
-        q = q.reshape(length, 2, H, D)
-        return attention(q, k, v, state, joined_TBGE=joined, backend=backend, **options)
+        return attention(
+            q.reshape(length, 2, H, D),
+            k,
+            v,
+            state,
+            joined_TBGE=joined,
+            backend=backend,
+            **options,
+        )
 
     if not shapes.averages:
         return _with_and_without_packing("", rotate_and_attend, backend, [qkv])
@@ -383,17 +403,18 @@ def _update(
     """Return the state that `function` updates, and its copies; `tensors` are u, the gate and the
     matrices.
 
-    With `fp32_state`, z is converted to fp32, with values that a 16-bit dtype cannot represent.
+    With `fp32_state`, the state is in fp32, with values that a 16-bit dtype cannot represent; z
+    then stands for the state rounded to this dtype.
     """
-    exact = z
+    state = z
     if fp32_state and z.dtype.itemsize == 2:
         # 1.0001 differs from 1 by less than bf16 can represent.
-        exact = z.float() * 1.0001
-    return function(exact, *tensors, rounded_NGD=z)
+        state = z.float() * 1.0001
+    return function(state, *tensors, rounded_NGD=z)
 
 
 def _plain_update(z: Tensor, *tensors: Tensor, rounded_NGD: Tensor) -> Outputs:
-    """Return the results of `fused_update`, computed by `plain_update`."""
+    """Return the state that `plain_update` computes, and its copies, as `fused_update` does."""
     new = plain_update(z, *tensors)
     copy = new.to(rounded_NGD.dtype)
     return new, copy, copy

@@ -27,8 +27,8 @@ class PositionInputs:
     average_state: bool = False
     """Whether the attention weights also average the position state."""
     joined_TBGE: Tensor | None = None
-    """[v | z] (T, B, G, 2D), whose right half is z. Attention may write v into its left half, which
-    is uninitialized; it then need not copy z."""
+    """Memory for [v | z] (T, B, G, 2D): its right half is z, its left half uninitialized. Attention
+    may write v into the left half, and then need not copy z. None if there is none."""
     factor_TB1D: Tensor | None = None
     """Real factors, (T, B or 1, 1, D), by which rotated queries are multiplied and rotated keys
     divided. The real and the imaginary part of a number must have the same factor."""

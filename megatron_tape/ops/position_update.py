@@ -10,8 +10,8 @@ gate and M, and recomputes z'.
 
 The state may be in fp32 while all other tensors are in bf16. It is then updated in fp32, which
 keeps increments that bf16 would lose, and rounded to bf16 only as a factor of a product. Attention
-and the backward pass read a rounded copy (`UpdatedState`). Gradients of the state have the dtype of
-this copy, as those of hidden states have theirs.
+and the backward pass read a copy rounded to bf16 (`UpdatedState`). The gradient of the state has
+the dtype of this copy.
 """
 
 from typing import NamedTuple
@@ -23,24 +23,25 @@ from torch.autograd.function import Function, once_differentiable
 
 MAX_GROUPS = 64
 MAX_HEADS = 128
-"""Largest sizes for which the fused kernels' matrices fit into shared memory, from compute
-capability 8.0 on.
+"""Largest numbers of groups and query heads for which the fused kernels' matrices fit into shared
+memory, from compute capability 8.0 on.
 """
 
 
 class UpdatedState(NamedTuple):
     """A position state after an update, and copies of it in the dtype of the other tensors.
 
-    A copy for each reader in the next layer, so that autograd does not add up their gradients: the
-    update's backward pass gets both. The copies share memory.
+    There is a copy for each reader in the next layer: attention and the update. The backward pass
+    of `fused_update` then gets their gradients separately, and adds them up itself. The copies
+    share memory.
     """
 
     state: Tensor
     for_attention: Tensor
     for_update: Tensor
     joined: Tensor | None = None
-    """[v | z] (..., 2D) of the next layer's attention, whose right half are the copies; its left
-    half is uninitialized. None if the copies are not part of a larger tensor."""
+    """Memory for the next layer's [v | z] (..., 2D). The copies are its right half; its left half
+    is uninitialized. None if the copies are not part of a larger tensor."""
 
 
 def fits_fused(groups: int, heads: int) -> bool:
@@ -61,8 +62,10 @@ def plain_update(
     """Return z'' (N, G, D), computed step by step: the reference. `u_NHD` may also be (S, B, H, D),
     N = S * B.
     """
-    mixed = mix_tokens(z_NGD, u_NHD.flatten(0, -3), mixing)
-    return contextualize(mixed, matrices(gate_NP, up_PG, down_GP))
+    u_NHD = u_NHD.flatten(0, -3)
+    mixed_NGD = mix_tokens(z_NGD, u_NHD, mixing)
+    M_NGG = matrices(gate_NP, up_PG, down_GP)
+    return contextualize(mixed_NGD, M_NGG)
 
 
 def compact_update(
@@ -81,10 +84,11 @@ def compact_update(
     z, and gets the gradient of z. Raises ValueError if shapes or dtypes do not match.
     """
     others = (gate_NP, mixing, up_PG, down_GP)
-    z_and_rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
-    u_NHD = u_NHD.flatten(0, -3)
-    new = _CompactUpdate.apply(*z_and_rounded, u_NHD, *others)
-    copy = new.to(u_NHD.dtype)
+    z, rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
+    u = u_NHD.flatten(0, -3)
+    new = _CompactUpdate.apply(z, rounded, u, *others)
+    # Both copies are one tensor, so autograd adds up its gradients.
+    copy = new.to(u.dtype)
     return UpdatedState(new, copy, copy)
 
 
@@ -106,12 +110,13 @@ def fused_update(
     from megatron_tape.ops.kernels.triton_position_update import update
 
     others = (gate_NP, mixing, up_PG, down_GP)
-    z_and_rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
+    z, rounded = _checked_state(z_NGD, rounded_NGD, u_NHD, *others)
     joined = None
     if join:
         N, G, D = z_NGD.shape
         joined = u_NHD.new_empty(N, G, 2 * D)
-    return UpdatedState(*update(*z_and_rounded, u_NHD, *others, joined), joined)
+    state_and_copies = update(z, rounded, u_NHD, *others, joined)
+    return UpdatedState(*state_and_copies, joined)
 
 
 def _checked_state(
@@ -123,24 +128,31 @@ def _checked_state(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return z and `rounded`, which is None if z has the dtype of u, so that nothing is rounded.
+    """Return the state, and its rounded copy, or None if the state has the dtype of u already.
 
     Raises ValueError if the shapes of an update's arguments do not match, or if `rounded` is
     missing.
     """
     N, G, D = z.shape
     P = gate.shape[1]
-    H = G if mixing.dim() == 1 else u.shape[-2]
-    # The third shape is that of A: (G, H), or (H,) with one scale per head.
-    expected = [(N, H, D), (N, P), (G, H)[-mixing.dim() :], (P, G), (G, P)]
-    shapes = [tuple(x.shape) for x in (u, gate, mixing, up, down)]
+    # A is (G, H), or (H,) with one scale per head, where H = G.
+    H = u.shape[-2]
+    mixing_shape: tuple[int, ...] = (G, H)
+    if mixing.dim() == 1:
+        H = G
+        mixing_shape = (H,)
+    expected = [(N, H, D), (N, P), mixing_shape, (P, G), (G, P)]
     # u may have an axis for the sequence and one for the batch.
-    shapes[0] = (u.shape[:-2].numel(), *u.shape[-2:])
+    u_shape = (u.shape[:-2].numel(), *u.shape[-2:])
+    shapes = [u_shape]
+    shapes += [tuple(x.shape) for x in (gate, mixing, up, down)]
     if shapes != expected:
         raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
 
     if z.dtype == u.dtype:
-        return z if rounded is None else rounded, None
+        # Both are equal. `rounded` is preferred, since attention has saved the same tensor.
+        state = z if rounded is None else rounded
+        return state, None
     if rounded is None or (rounded.shape, rounded.dtype) != (z.shape, u.dtype):
         raise ValueError(
             f"z is in {z.dtype} and u in {u.dtype}: rounded_NGD must be z in {u.dtype}"
@@ -149,17 +161,28 @@ def _checked_state(
 
 
 class _CompactUpdate(Function):
-    """The differentiable form of `plain_update`; `rounded` is saved instead of z, and gets its
-    gradient, unless None.
+    """The differentiable form of `plain_update`. Unless `rounded` is None, it is saved instead of z
+    and gets the gradient of z.
     """
 
     @staticmethod
     def forward(ctx, z, rounded, u, gate, mixing, up, down):
         ctx.z_is_rounded = rounded is not None
-        saved = z if rounded is None else rounded
+        saved = z
+        if ctx.z_is_rounded:
+            saved = rounded
         M = matrices(gate, up, down)
-        ctx.save_for_backward(saved, u, gate, M, mixing, up, down)
-        return contextualize(mix_tokens(z, u, mixing), M)
+        ctx.save_for_backward(
+            saved,
+            u,
+            gate,
+            M,
+            mixing,
+            up,
+            down,
+        )
+        mixed = mix_tokens(z, u, mixing)
+        return contextualize(mixed, M)
 
     @staticmethod
     @once_differentiable
@@ -169,34 +192,43 @@ class _CompactUpdate(Function):
         mixed = mix_tokens(z, u, mixing)
         g = F.silu(gate)
 
-        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which is also that of
-        # z. `rounded` is always `dz` in u's dtype, for products.
-        rounded = dz.to(u.dtype)
-        dM = torch.bmm(rounded, mixed.mT).flatten(1)
+        # z'' = z' + M z'. The gradient of z' is also that of z. Factors of products are rounded to
+        # the dtype of u.
+        d_new = dz.to(u.dtype)
+        dM = torch.bmm(d_new, mixed.mT).flatten(1)
         if dz.dtype == u.dtype:
-            rounded = torch.baddbmm(dz, M.mT, rounded)
+            d_mixed = torch.baddbmm(dz, M.mT, d_new)
         else:
-            rounded = (dz + torch.bmm(M.mT, rounded)).to(u.dtype)
+            d_mixed = (dz + torch.bmm(M.mT, d_new)).to(u.dtype)
+        # As large as the state, and no longer needed.
+        del d_new
 
         # z' = z + A u, with A a matrix or one scale per head. The next two are (G, N * D) and (H, N
         # * D).
-        by_group = rounded.transpose(0, 1).flatten(1)
+        by_group = d_mixed.transpose(0, 1).flatten(1)
         by_head = u.transpose(0, 1).flatten(1)
         if mixing.dim() == 2:
-            du = torch.matmul(mixing.T, rounded)
+            du = torch.matmul(mixing.T, d_mixed)
             d_mixing = by_group @ by_head.T
         else:
-            du = rounded * mixing[:, None]
+            du = d_mixed * mixing[:, None]
             # As a product of matrices, since these sum in fp32.
-            d_mixing = torch.bmm(by_group.unsqueeze(1), by_head.unsqueeze(2)).flatten()
+            rows = by_group.unsqueeze(1)
+            columns = by_head.unsqueeze(2)
+            d_mixing = torch.bmm(rows, columns).flatten()
 
         # M = g @ outer, where outer[p] is the product of column p of W_down and row p of W_up.
+        outer = _outer_products(up, down)
         d_outer = (g.T @ dM).view(-1, G, G)
-        d_gate = torch.ops.aten.silu_backward(dM @ _outer_products(up, down).T, gate)
+        d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)
         d_up = (down.T.unsqueeze(1) @ d_outer).squeeze(1)
         d_down = (d_outer @ up.unsqueeze(2)).squeeze(2).T
-        dz_of = (None, rounded) if ctx.z_is_rounded else (rounded, None)
-        return *dz_of, du, d_gate, d_mixing, d_up, d_down
+
+        d_z = d_mixed
+        d_rounded = None
+        if ctx.z_is_rounded:
+            d_z, d_rounded = None, d_mixed
+        return d_z, d_rounded, du, d_gate, d_mixing, d_up, d_down
 
 
 def mix_tokens(
@@ -219,13 +251,16 @@ def mix_tokens(
 def matrices(gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return M = W_down diag(silu(gate)) W_up of each token, (N, G, G)."""
     G = len(down_GP)
-    return (F.silu(gate_NP) @ _outer_products(up_PG, down_GP)).unflatten(1, (G, G))
+    products = F.silu(gate_NP) @ _outer_products(up_PG, down_GP)
+    return products.unflatten(1, (G, G))
 
 
 def contextualize(z_NGD: Tensor, M_NGG: Tensor) -> Tensor:
     """Return z'' = z + M z (N, G, D); `z_NGD` is z' of the module's formula."""
+    # `baddbmm` requires equal dtypes, as above.
     if z_NGD.dtype != M_NGG.dtype:
-        return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
+        rounded_NGD = z_NGD.to(M_NGG.dtype)
+        return z_NGD + torch.bmm(M_NGG, rounded_NGD)
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)
 
 
@@ -233,4 +268,6 @@ def _outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
     """Return the P outer products of W_down's columns and W_up's rows, (P, G*G), so that M =
     silu(gate) @ them.
     """
-    return (down_GP.T.unsqueeze(2) * up_PG.unsqueeze(1)).flatten(1)
+    columns_PG1 = down_GP.T.unsqueeze(2)
+    rows_P1G = up_PG.unsqueeze(1)
+    return (columns_PG1 * rows_P1G).flatten(1)

@@ -127,7 +127,7 @@ def _of_groups(x: AttentionInputs, groups: slice) -> AttentionInputs:
         "q_SBHD": x.q_SBHD[:, :, heads],
         "k_TBGD": x.k_TBGD[:, :, groups],
         "v_TBGD": x.v_TBGD[:, :, groups],
-        # Memory for the values of all groups.
+        # This memory is for the values of all groups, so attention cannot use it here.
         "joined_TBGE": None,
     }
     # A state of one group is broadcast to all groups.

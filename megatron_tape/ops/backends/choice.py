@@ -198,7 +198,11 @@ def takes_wide_value(device: torch.device, head_dim: int) -> bool:
 
 
 def averages_one_value(backend: str, device: torch.device, head_dim: int) -> bool:
-    """Return whether the backend averages values and position state as one tensor [v | z]."""
+    """Return whether the backend passes values and position state to a library as one tensor
+    [v | z].
+
+    The backend triton does not: its own kernel joins them.
+    """
     if backend == "flash_attn":
         return takes_wide_value(device, head_dim)
     return backend == "torch_wide"

@@ -5,9 +5,9 @@ Version 2 requires values as wide as the keys, so it is called once for v and on
 also supports [v | z]. On Hopper, [v | z] requires the tile sizes below: version 4 selects tile
 sizes by the width of the keys, with which [v | z] does not fit into shared memory.
 
-With grouped queries, version 4's backward pass requires values as wide as the keys, too. For [v |
-z], keys and values are therefore repeated for each query head of their group. This costs memory and
-a copy, but a second call would compute all scores again.
+With grouped queries, the backward pass of version 4 also requires values as wide as the keys. Keys
+and [v | z] are therefore repeated for each query head of their group. This takes memory and a copy,
+but a second call would compute all scores again.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         tensors = [y.flatten(0, 1) for y in tensors]
 
     def averages(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return the average of each value, one call of the kernel each."""
+        """Return the average of each value, with a call of the kernel for each."""
         outputs = []
         for value in values:
             output = kernel(q, k, value, **options)
@@ -75,10 +75,10 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _for_each_head(x_TBGE: Tensor, heads: int) -> Tensor:
-    """Return (T, B, H, E) for H `heads`: the key or value of its group for each query head.
+    """Return the key or value of its group for each of the `heads` query heads, (T, B, H, E).
 
-    In the backward pass, torch sums the gradients of a group's heads in fp32 and rounds the sum
-    once to the dtype of x.
+    In the backward pass, torch sums the gradients of a group's heads in fp32, and rounds only the
+    sum to the dtype of x.
     """
     heads_per_group = heads // x_TBGE.shape[2]
     if heads_per_group == 1:

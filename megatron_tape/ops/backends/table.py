@@ -22,7 +22,7 @@ WITH_CUDNN = frozenset({HOPPER, BLACKWELL})
 """Generations on which torch's SDPA runs cuDNN's kernels."""
 FLASH_ATTN_4_WIDE = {HOPPER: (64, 128), BLACKWELL: (64,)}
 """Head dimensions for which FlashAttention-4 supports [v | z] as a value, by generation. With
-grouped queries, keys and values are then repeated for each query head."""
+grouped queries, keys and values must be repeated for each query head (`flash`)."""
 
 PLAIN = "plain"
 AVERAGES = "averages"
@@ -101,7 +101,7 @@ def _suits_any_kernel(case: Case) -> bool:
 
 
 def _suits_flash_attn_4(case: Case) -> bool:
-    """Return whether the case is one in which FlashAttention-4 was measured."""
+    """Return whether FlashAttention-4 was measured in such cases."""
     return _suits_any_kernel(case) and not case.grouped
 
 
@@ -130,8 +130,8 @@ TABLE = (
         condition=_suits_any_kernel,
         measured=_H200,
     ),
-    # Two calls take 14 matrix products instead of 10. The difference takes longer than repeating
-    # keys and values.
+    # Two calls, one for v and one for z, take 14 matrix products instead of 10. By estimates, the
+    # difference takes longer than repeating keys and values.
     Row(
         AVERAGES,
         _ON_HOPPER,

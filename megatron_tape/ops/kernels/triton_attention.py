@@ -528,17 +528,18 @@ heads are wider than 64.
 "all", "values" and "keys" are launches of `_backward_keys`. The sizes were chosen by inspecting
 binaries, not by comparing times. Only those for 227 KiB have run on a GPU, an H200.
 
-Kernels that need more registers than a thread has spill some of them. In training in bf16, with
-Triton 3.6 and 3.9, these spill at most so many bytes per thread (tests/ops/test_binaries.py):
+A kernel that needs more registers than a thread has spills some of them to memory. In training in
+bf16, with Triton 3.6 and 3.9, only these spill, at most so many bytes per thread
+(tests/ops/test_binaries.py):
 
-- capability 8.0: "forward" with heads of 128 184, "all" with heads of 64 104;
-- 8.6 and 8.9: "all" with heads of 64 24;
-- 12.0: "all" with heads of 64 120;
-- "queries", for deterministic runs, with heads of 128: 104 on 8.0 and 8 on 10.0.
+- capability 8.0: "forward" with heads of 128: 184 bytes; "all" with heads of 64: 104 bytes;
+- 8.6 and 8.9: "all" with heads of 64: 24 bytes;
+- 12.0: "all" with heads of 64: 120 bytes;
+- "queries", for deterministic runs, with heads of 128: 104 bytes on 8.0, and 8 bytes on 10.0.
 
 Smaller tiles would spill less, but read more shared memory for each product. Loops in three stages
-copy the next tile while they compute. Loops in two stages wait for each tile's copies, as shared
-memory has no room for a second one."""
+copy the next tile while they compute. Loops in two stages wait until a tile has been copied, since
+shared memory has no room for a second one."""
 _TILE_FP32 = {False: (32, 32, 4, 1), True: (16, 32, 4, 1)}
 """Queries and keys of a tile, warps and stages in fp32, for all GPUs and kernels, by whether heads
 are wider than 64.
@@ -618,17 +619,15 @@ class _Attention(Function):
         q, k, v = (last_contiguous(x) for x in (q, k, v))
         if z is not None:
             z = last_contiguous(z)
-        o, u, lse = attend(
-            *_contiguous_inputs(
-                q,
-                k,
-                v,
-                z,
-                rotate,
-                wide,
-            ),
-            starts,
+        inputs = _contiguous_inputs(
+            q,
+            k,
+            v,
+            z,
+            rotate,
+            wide,
         )
+        o, u, lse = attend(*inputs, starts)
         ctx.save_for_backward(q, k, v, z, o, u, lse, starts, ends)
         ctx.rotate = rotate
         ctx.wide = wide
@@ -648,7 +647,7 @@ class _Attention(Function):
 
         dz = None
         if ctx.rotate:
-            # One kernel adds z's gradients from the rotation and from the average.
+            # One kernel adds up z's gradients from the rotation and from the average.
             dq, dk, dv, dz = rotate_and_join_backward(
                 q,
                 k,

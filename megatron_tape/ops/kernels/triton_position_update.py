@@ -7,11 +7,14 @@ As in the reference (`ops/position_update.py`), M of all tokens is one product: 
 times the outer products (P, G*G) of W_down's columns and W_up's rows.
 
 The forward pass is two launches: `_form_matrices` computes M, and `_update` reads z, u and M once
-and writes z'', also rounded to the dtype of u. In the backward pass, `_update_backward` reads them
-again, sums the gradients of all copies of z'', recomputes z', and writes the gradients of z, u and
-M. Each of its programs sums the gradient of A over its tokens. `_gate_backward` computes the
-gradient of the gate, torch one matrix product that sums over tokens, and `_parameters_backward` the
-gradients of A, W_up and W_down.
+and writes z'', also rounded to the dtype of u.
+
+The backward pass is three launches and a matrix product of torch. `_update_backward` reads z, u
+and M again, sums the gradients of all copies of z'', recomputes z', and writes the gradients of z,
+u and M. Each of its programs sums the gradient of A over its tokens. `_gate_backward` computes the
+gradient of the gate. The product sums the gradient of the outer products over all tokens, and
+`_parameters_backward` computes from it the gradients of W_up and W_down. It also adds up the
+programs' sums of the gradient of A.
 """
 
 from typing import Any
@@ -190,8 +193,8 @@ def _update(
     FULL: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Write z'' of `tokens` adjacent tokens to ROUNDED (N, G, D), which has the dtype of u, and,
-    with ROUNDS, also to OUT (N, G, D).
+    """Write z'' of `tokens` adjacent tokens to ROUNDED (N, G, D), which has the dtype of u. With
+    ROUNDS, z has another dtype; write z'' in this dtype to OUT (N, G, D), too.
 
     Z is (N, G, D), M (N, G, G), and MIXING (G, H), or (H,) without FULL. U is (N / B, B, H, D).
     Arguments such as `z_token` and `z_group` are the strides of all axes but the last; OUT, M and
@@ -256,9 +259,9 @@ def _update_backward(
 ):
     """Write the gradients of z, u and M of `tokens` adjacent tokens.
 
-    The gradient of z'' is the sum of those of its copies that HAS_* selects: DOUT of OUT, and
-    DOUT_UPDATE and DOUT_ATTENTION of ROUNDED, which the next layer's update and attention read. All
-    are (N, G, D).
+    The gradient of z'' is the sum of those of its copies, (N, G, D) each: DOUT of OUT, and
+    DOUT_UPDATE and DOUT_ATTENTION of ROUNDED, which the next layer's update and attention read.
+    HAS_DOUT and so on are false for those that are missing.
 
     DZ is (N, G, D), DM (N, G, G), and DU (N / B, B, H, D) with the strides `du_*`; the gradients of
     z'' and z are contiguous. DMIXING holds the sum over the program's tokens of the gradient of A,
@@ -279,7 +282,7 @@ def _update_backward(
         m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
         du_token = DU + token // B * du_sequence + token % B * du_batch
-        state = token * G * D
+        offset = token * G * D
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
@@ -287,20 +290,20 @@ def _update_backward(
             u = _load_matrix(u_token, heads, columns, u_head, H, D)
             dout = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
             if HAS_DOUT:
-                dout += _load_matrix(DOUT + state, groups, columns, D, G, D)
+                dout += _load_matrix(DOUT + offset, groups, columns, D, G, D)
             if HAS_DOUT_UPDATE:
-                dout += _load_matrix(DOUT_UPDATE + state, groups, columns, D, G, D)
+                dout += _load_matrix(DOUT_UPDATE + offset, groups, columns, D, G, D)
             if HAS_DOUT_ATTENTION:
-                dout += _load_matrix(DOUT_ATTENTION + state, groups, columns, D, G, D)
+                dout += _load_matrix(DOUT_ATTENTION + offset, groups, columns, D, G, D)
 
             # z' is computed again, since the forward pass does not save it. Factors of products are
-            # rounded to the dtype of A, sums are in fp32.
+            # rounded to the dtype of A; sums are in fp32.
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
             rounded_dout = dout.to(dtype)
             dm += tl.dot(rounded_dout, tl.trans(mixed), input_precision="ieee")
             # The gradient of z', which is also that of z and of A u.
             dmixed = dout + tl.dot(tl.trans(m), rounded_dout, input_precision="ieee")
-            _store_matrix(DZ + state, groups, columns, D, dmixed, G, D)
+            _store_matrix(DZ + offset, groups, columns, D, dmixed, G, D)
 
             if FULL:
                 du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision="ieee")
@@ -374,8 +377,9 @@ def _parameters_backward(
     """Write the gradients of W_up, W_down and A: DUP (P, G), DDOWN (G, P) and DMIXING.
 
     DOUTER (P, G, G) is the gradient of the outer products. SUMS (programs, mixing_size) are the
-    programs' sums of A's gradient. The first P programs of the grid compute a row of DUP and a
-    column of DDOWN each, the others `TILE` elements of DMIXING.
+    gradients of A that each program of `_update_backward` has summed. Each of the first P programs
+    of the grid computes a row of DUP and a column of DDOWN; the others compute `TILE` elements of
+    DMIXING each.
     """
     program = tl.program_id(0)
     if program < P:
@@ -409,24 +413,27 @@ class _Update(Function):
     def forward(ctx, z, rounded, u, gate, mixing, up, down, joined):
         # Gradients of copies of z'' that nothing used are None, not zeros.
         ctx.set_materialize_grads(False)
-        ctx.gets_gradient_of_z = "z" if rounded is None else "rounded"
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence
         # after the other.
         u = last_contiguous(u)
         z = last_contiguous(z)
         gate, mixing, up, down = (x.contiguous() for x in (gate, mixing, up, down))
-        saved = z if rounded is None else last_contiguous(rounded)
-        N, G, _ = z.shape
-        P = gate.shape[1]
+        ctx.gets_gradient_of_z = "z"
+        saved = z
+        if rounded is not None:
+            ctx.gets_gradient_of_z = "rounded"
+            saved = last_contiguous(rounded)
+        M = _matrices(gate, up, down)
 
-        M = gate.new_empty(N, G * G)
-        grid = triton.cdiv(N, TILE), triton.cdiv(G * G, TILE)
-        _form_matrices[grid](gate, up, down, M, N, P, G, TILE)
-
-        # The right half of `joined` or a tensor of its own.
-        new_rounded = u.new_empty(z.shape) if joined is None else joined.chunk(2, dim=-1)[1]
+        if joined is None:
+            new_rounded = u.new_empty(z.shape)
+        else:
+            _, new_rounded = joined.chunk(2, dim=-1)
+        # If z has the dtype of u, z'' and its copies are one tensor.
         rounds = z.dtype != u.dtype
-        new = z.new_empty(z.shape) if rounds else new_rounded
+        new = new_rounded
+        if rounds:
+            new = z.new_empty(z.shape)
         sizes, options = _sizes(z, u, mixing)
         _update[_grid(z)](
             z,
@@ -442,23 +449,30 @@ class _Update(Function):
             **options,
             ROUNDS=rounds,
         )
-        ctx.save_for_backward(saved, u, gate, M, mixing, up, down)
-        # Outputs with the same memory: the gradients of their readers arrive separately.
+        ctx.save_for_backward(
+            saved,
+            u,
+            gate,
+            M,
+            mixing,
+            up,
+            down,
+        )
+        # Separate outputs with the same memory, so that the gradients of their readers arrive
+        # separately.
         return new.detach(), new_rounded.detach(), new_rounded.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *d_copies):
         z, u, gate, M, mixing, up, down = ctx.saved_tensors
-        N, G, _ = z.shape
-        P = gate.shape[1]
         d_copies = [None if d is None else d.contiguous() for d in d_copies]
         has_copies = [d is not None for d in d_copies]
 
         dz = z.new_empty(z.shape)
         du = empty_next_to_left_half(u)
         dM = torch.empty_like(M)
-        programs, *_ = _grid(z)
+        (programs,) = _grid(z)
         sums = z.new_empty(programs, mixing.numel(), dtype=torch.float32)
         sizes, options = _sizes(z, u, mixing)
         _update_backward[_grid(z)](
@@ -481,29 +495,100 @@ class _Update(Function):
             HAS_DOUT_ATTENTION=has_copies[2],
         )
 
-        d_gate = torch.empty_like(gate)
-        silu = torch.empty_like(gate)
-        grid = triton.cdiv(N, TILE), triton.cdiv(P, TILE)
-        _gate_backward[grid](dM, gate, up, down, d_gate, silu, N, P, G, TILE)
-
-        d_mixing, d_up, d_down = (torch.empty_like(x) for x in (mixing, up, down))
-        _parameters_backward[(P + triton.cdiv(mixing.numel(), TILE),)](
-            silu.T @ dM,
+        d_gate, silu = _gate_gradient(dM, gate, up, down)
+        d_outer = silu.T @ dM
+        d_mixing, d_up, d_down = _parameter_gradients(
+            d_outer,
+            sums,
+            mixing,
             up,
             down,
-            d_up,
-            d_down,
-            sums,
-            d_mixing,
-            programs,
-            mixing.numel(),
-            P,
-            G,
             options["BLOCK_G"],
-            TILE,
         )
         dz_of = {"z": None, "rounded": None, ctx.gets_gradient_of_z: dz}
         return dz_of["z"], dz_of["rounded"], du, d_gate, d_mixing, d_up, d_down, None
+
+
+def _matrices(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return M of all tokens, (N, G*G)."""
+    N, P = gate.shape
+    G = up.shape[1]
+    M = gate.new_empty(N, G * G)
+    grid = (triton.cdiv(N, TILE), triton.cdiv(G * G, TILE))
+    _form_matrices[grid](
+        gate,
+        up,
+        down,
+        M,
+        N,
+        P,
+        G,
+        TILE,
+    )
+    return M
+
+
+def _gate_gradient(
+    dM: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the gate (N, P), given that of M (N, G*G), and silu(gate)."""
+    N, P = gate.shape
+    G = up.shape[1]
+    d_gate = torch.empty_like(gate)
+    silu = torch.empty_like(gate)
+    grid = (triton.cdiv(N, TILE), triton.cdiv(P, TILE))
+    _gate_backward[grid](
+        dM,
+        gate,
+        up,
+        down,
+        d_gate,
+        silu,
+        N,
+        P,
+        G,
+        TILE,
+    )
+    return d_gate, silu
+
+
+def _parameter_gradients(
+    d_outer: Tensor,
+    sums: Tensor,
+    mixing: Tensor,
+    up: Tensor,
+    down: Tensor,
+    block_g: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of A, W_up and W_down.
+
+    `d_outer` (P, G*G) is the gradient of the outer products, and `sums` (programs, elements of A)
+    are the sums of A's gradient that each program of `_update_backward` has written. `block_g` is
+    BLOCK_G.
+    """
+    P, G = up.shape
+    programs, mixing_size = sums.shape
+    d_mixing, d_up, d_down = (torch.empty_like(x) for x in (mixing, up, down))
+    grid = (P + triton.cdiv(mixing_size, TILE),)
+    _parameters_backward[grid](
+        d_outer,
+        up,
+        down,
+        d_up,
+        d_down,
+        sums,
+        d_mixing,
+        programs,
+        mixing_size,
+        P,
+        G,
+        block_g,
+        TILE,
+    )
+    return d_mixing, d_up, d_down
 
 
 def _grid(z: Tensor) -> tuple[int]:
@@ -559,9 +644,9 @@ def update(
     down_GP: Tensor,
     joined_NGE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z'' (N, G, D), and the same tensor twice in the dtype of u, sharing memory.
+    """Return z'' (N, G, D), and two copies in the dtype of u, which share memory.
 
-    With `joined_NGE` (N, G, 2D), also in this dtype, they are its right half.
+    With `joined_NGE` (N, G, 2D), also in this dtype, the copies are its right half.
 
     `mixing` is A (G, H), or (H,) for one scale per head when G = H. `u_NHD` may also be (S, B, H,
     D) with N = S * B, in any layout whose last axis is contiguous. All tensors have one dtype,

@@ -7,9 +7,10 @@ queries, T keys, B batch, H query heads, G key/value groups, D head dimension, F
 numbers. The reference is in `ops/rotation.py`.
 
 In training, q, k and v are views of one projection and z may be broadcast. The kernels take the
-strides of these tensors, since contiguous copies would cost as much as the rotation itself. They
-also write the gradients of q, k and v as views of one tensor, if each head has its own key. The
-gradient of the projection's output is then complete (`split`), and need not be concatenated.
+strides of these tensors, since contiguous copies would cost as much as the rotation itself.
+
+If each head has its own key, the kernels also write the gradients of q, k and v as views of one
+tensor. This is the gradient of the projection's output, so `split` need not concatenate them.
 """
 
 from collections.abc import Sequence
@@ -160,8 +161,8 @@ def _rotate_and_join(
     WIDE: tl.constexpr,
     COPY_Z: tl.constexpr,
 ):
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z], but z
-    only with COPY_Z.
+    """With ROTATE, rotate the queries and keys of one group. With WIDE, store its v in the left
+    half of [v | z] and, with COPY_Z, z in the right half.
 
     The arguments such as `q_row`, `q_batch` and `q_head` are the strides of the first three axes of
     Q (T, B, H, D), K, V and Z (T, B, G, D). The results Q_OUT (T, B, H, D), K_OUT (T, B, G, D) and
@@ -417,9 +418,9 @@ def rotate_and_join(
     """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the
     value.
 
-    The value is v, or [v | z] (T, B, G, 2D) if `wide`. This is `joined`, if it is given: z is its
-    right half already, and v is written into its left half. `rotate` requires S = T. All last axes
-    must be contiguous. What is neither rotated nor joined is returned as it is.
+    The value is v, or [v | z] (T, B, G, 2D) if `wide`. If `joined` is given, v is written into its
+    left half, and it is returned as [v | z]; its right half must be z already. `rotate` requires S
+    = T. All last axes must be contiguous. What is neither rotated nor joined is returned as it is.
     """
     if not (rotate or wide):
         return q, k, v
@@ -432,7 +433,9 @@ def rotate_and_join(
         rotated_q = q.new_empty(q.shape)
         rotated_k = k.new_empty(k.shape)
     if wide:
-        value = v.new_empty(T, B, G, 2 * D) if joined is None else joined
+        value = joined
+        if joined is None:
+            value = v.new_empty(T, B, G, 2 * D)
 
     # Each program rotates about 2048 complex numbers of a head at once.
     block_f = triton.next_power_of_2(D // 2)
@@ -472,18 +475,21 @@ def rotate_and_join_backward(
     """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needs_dz`.
 
     `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of v (S, B, G, D) or
-    of [v | z] (S, B, G, 2D); all are contiguous. With `together`, the gradients of q, k and v are
-    the parts of one tensor (S, B, G, 3D); see `are_parts`.
+    of [v | z] (S, B, G, 2D); all are contiguous. With `together`, which requires as many heads as
+    groups, the gradients of q, k and v are the parts of one tensor (S, B, G, 3D); see `are_parts`.
     """
     S, B, G, D = k.shape
     wide = dvalue.shape[-1] > D
+    # Otherwise `dvalue` itself is the gradient of v.
     copy_dv = together or wide
     if together:
         dq_out, dk_out, dv_out = k.new_empty(S, B, G, 3 * D).chunk(3, dim=-1)
     else:
         dq_out = q.new_empty(q.shape)
         dk_out = k.new_empty(k.shape)
-        dv_out = k.new_empty(k.shape) if wide else dvalue
+        dv_out = dvalue
+        if wide:
+            dv_out = k.new_empty(k.shape)
     dz_out = z.new_empty(k.shape) if needs_dz else None
 
     # Each program has half as many numbers as in `rotate_and_join`, since it also holds gradients
@@ -516,8 +522,8 @@ def rotate_and_join_backward(
 
 
 def are_parts(parts: Sequence[Tensor], stride: tuple[int, ...]) -> bool:
-    """Return whether the tensors are all parts, in order, of the last axis of one tensor with these
-    strides.
+    """Return whether the tensors are adjacent parts, in order, of the last axis of one tensor with
+    these strides.
     """
     first = parts[0]
     offset = first.storage_offset()
@@ -553,8 +559,10 @@ class _RotatedAndJoined(Function):
         else:
             # The gradients of q and k need only z.
             ctx.save_for_backward(None, None, z)
-        # Detached, since autograd would take `joined` itself for an input without a gradient.
-        return rotated_q, rotated_k, value if joined is None else value.detach()
+        # Detached, since autograd would treat `joined` itself as an input that needs no gradient.
+        if joined is not None:
+            value = value.detach()
+        return rotated_q, rotated_k, value
 
     @staticmethod
     @once_differentiable
@@ -638,19 +646,25 @@ def _join(
 def empty_next_to_left_half(x: Tensor) -> Tensor:
     """Return uninitialized memory for the gradient of x (S, B, H, D).
 
-    If x is the right half of [left | x], so is the result: `_Split` then writes only the gradient
-    of the left half, into the memory next to it.
+    If the strides of x are those of the right half of [left | x], the result is such a half, too.
+    `_Split` then writes only the gradient of `left`, into the memory next to it.
     """
-    *_, head, _ = x.stride()
+    *_, head_stride, _ = x.stride()
     D = x.shape[-1]
-    if head != 2 * D:
+    if head_stride != 2 * D:
         return torch.empty_like(x)
-    whole = torch.empty_strided((*x.shape[:-1], 2 * D), x.stride(), dtype=x.dtype, device=x.device)
-    half = whole[..., D:]
-    # Only with this attribute may the left half be overwritten. Autograd passes the tensor itself
-    # to `_Split`, unless it adds up several gradients.
-    half.left_half_is_free = True
-    return half
+
+    whole = torch.empty_strided(
+        (*x.shape[:-1], 2 * D),
+        x.stride(),
+        dtype=x.dtype,
+        device=x.device,
+    )
+    right_half = whole[..., D:]
+    # Only with this attribute may `_Split` overwrite the left half. Autograd passes this tensor
+    # itself to `_Split`, unless it adds up several gradients.
+    right_half.left_half_is_free = True
+    return right_half
 
 
 class _Split(Function):
@@ -666,6 +680,7 @@ class _Split(Function):
     @once_differentiable
     def backward(ctx, *parts):
         like = ctx.like
+        # The gradient is one tensor already.
         if are_parts(parts, like.stride()):
             first = parts[0]
             return first.as_strided(like.shape, like.stride(), first.storage_offset()), None
@@ -673,11 +688,14 @@ class _Split(Function):
         S, B, H, _ = like.shape
         widths = [part.shape[-1] for part in parts]
         last = parts[-1]
-        if getattr(last, "left_half_is_free", False) and last.stride() == like.stride():
+        has_free_half = getattr(last, "left_half_is_free", False)
+        if has_free_half and last.stride() == like.stride():
+            # `last` is in its place already, so that only the first part is copied.
             out = last.as_strided(like.shape, like.stride(), last.storage_offset() - widths[0])
             parts = parts[:1]
         else:
             out = torch.empty_like(like, device=last.device)
+
         # In training, the parts are contiguous already. The kernel does not read missing parts.
         tensors = [part.contiguous() for part in parts]
         missing = 3 - len(parts)
@@ -702,9 +720,9 @@ class _Split(Function):
 def split(x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
     """Return two or three views of x (S, B, H, sum of the widths), split along the last axis.
 
-    The gradient of x is not concatenated if the gradients of its parts already are the parts of one
-    tensor; otherwise, one kernel does it. torch.split calls torch.cat, which reaches only a fifth
-    of the memory bandwidth here.
+    If the gradients of the parts are the parts of one tensor already, this tensor is the gradient
+    of x. Otherwise, one kernel concatenates them. torch.split would call torch.cat, which reaches
+    only a fifth of the memory bandwidth here.
     """
     with torch.cuda.device_of(x):
         return _Split.apply(x, widths)
