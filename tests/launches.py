@@ -1,4 +1,7 @@
-"""Count operations of torch and Triton kernels that would be launched on a GPU."""
+"""Count the operations of torch and the Triton kernels that would be launched on a GPU.
+
+`launch.py`, in contrast, starts processes.
+"""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ WITHOUT_LAUNCH = {
     "set_",
     # A view, although its schema does not say so.
     "_unsafe_view",
-    # Queries, and orders to the allocator.
+    # Queries of properties, and messages to the allocator.
     "_has_same_storage_numel",
     "is_pinned",
     "promote_types",
@@ -50,11 +53,12 @@ class CountLaunches(TorchDispatchMode):
         return self.counts.total()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        namespace, _, name = function._schema.name.partition("::")
+        operation = function._schema.name
+        namespace, _, name = operation.partition("::")
         # `prim::device` and the like return properties of a tensor.
         is_query = namespace == "prim"
         if not is_query and not function.is_view and name not in WITHOUT_LAUNCH:
-            self.counts[function._schema.name] += 1
+            self.counts[operation] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -68,6 +72,7 @@ def counting_triton(launches: CountLaunches):
     from triton.runtime.interpreter import GridExecutor
 
     def count(executor, *arguments, **options):
+        """Replace the call of a kernel on a grid."""
         launches.counts[executor.fn.__name__] += 1
 
     with mock.patch.object(GridExecutor, "__call__", count):

@@ -1,4 +1,6 @@
-"""Train under every layout of two ranks, and on one process; see gpu/test_two_ranks.py."""
+"""Train under every layout of two ranks, and on one process. gpu/test_two_ranks.py starts this on
+both at the same time, and compares the results.
+"""
 
 import os
 import time
@@ -27,40 +29,44 @@ FP32_LAYOUTS = {
     "pp2": ("tape", [TWO_STAGES]),
     "pp2_v2": ("tape", [TWO_STAGES, option("parallel.virtual_pipeline_size", 2)]),
 }
-"""Layouts of two ranks, each with the run on one process that it must equal. Ranks that are neither
-tensor nor context parallel nor pipeline stages are data parallel.
+"""Layouts of two ranks by name: the run on one process that each must equal, a key of `SINGLE`, and
+the layout's settings. Ranks that are neither tensor nor context parallel nor pipeline stages are
+data parallel.
 """
 BF16_LAYOUTS = {"tp2_bf16": ("tape_bf16", [tp(2)])}
 if ON_GPU:
-    # Without a GPU, other tests train such layouts in bf16.
+    # Without a GPU, other tests cover such layouts in bf16.
     BF16_LAYOUTS |= {
         "pp2_bf16": ("tape_bf16", [TWO_STAGES]),
         "cp2_zero3_bf16": ("tape_bf16", [cp(2), zero(3)]),
     }
 LAYOUTS = FP32_LAYOUTS | BF16_LAYOUTS
 SINGLE = {"tape": [], "rope": [ROPE], "tape_bf16": [BF16]}
-"""Runs on one process."""
+"""The settings of runs on one process by name."""
 RESUMED = ("tp2_zero3", "zero3", "pp2")
 """Layouts whose checkpoint of step 2 is also resumed by one process."""
 
 
-def settings(run):
-    """Return the settings of a run on one process, which its layouts share."""
+def settings(single):
+    """Return the settings of a run on one process, which its layouts share. `single` is a key of
+    `SINGLE`.
+    """
     chosen = [
-        *SINGLE[run],
+        *SINGLE[single],
         option("model.num_layers", 4),
         option("train.steps", STEPS),
         option("train.eval_interval", STEPS),
         option("train.micro_batch_size", 1),
         option("checkpoint.interval", 1),
         option("checkpoint.keep", STEPS),
-        # The norm is rounded differently, and so would be clipped gradients.
+        # Layouts round the norm differently, which would change clipped gradients.
         option("optimizer.clip_grad", 0.0),
         # Adam's usual eps would turn gradients that are only rounding errors into full steps.
         option("optimizer.eps", 1e-6),
     ]
     if ON_GPU:
-        # Half of the heads and groups needs the same kernels.
+        # Sizes that kernels support, also for the half of the heads and groups that a
+        # tensor-parallel rank has.
         chosen += [
             option("model.hidden_size", 256),
             option("model.ffn_hidden_size", 512),
@@ -70,22 +76,26 @@ def settings(run):
             option("model.vocab_size", 512),
             option("model.init_std", 0.05),
             option("optimizer.lr", 0.002),
-            # Longer than kernels take to compile. A rank that hangs then writes its stacks.
+            # Longer than kernels take to compile. A rank that hangs writes its stacks after this
+            # time.
             option("train.hang_timeout", 60),
         ]
-    if ON_GPU and run != "rope":
-        chosen.append(option("model.attention_backend", "triton"))
+        # Otherwise, `auto` would choose a library for TAPE in bf16.
+        if single != "rope":
+            chosen.append(option("model.attention_backend", "triton"))
     return chosen
 
 
 def run(folder, name, single, *overrides):
-    """Train in `folder`/`name` unless an earlier group has; save the metrics, the gradients of the
-    first step, and the state after the last one.
+    """Train in `folder`/`name`, and save the metrics, the gradients of the first step, and the
+    state after the last one. Do nothing if an earlier attempt has saved them.
+
+    `single` is the run on one process whose settings it has, with `overrides`.
     """
     result = result_path(folder, name)
     if result.exists():
         return
-    # ZeRO 3 would replicate the small parameters, which on the CPU are all.
+    # Otherwise, ZeRO 3 would replicate small parameters: on the CPU, all of them.
     with gathering_all():
         rows = train(
             folder,
@@ -103,12 +113,14 @@ def run(folder, name, single, *overrides):
             key: value for key, value in first.items() if key.startswith("exp_avg/")
         }
     if dist.get_rank() == 0:
-        # Renamed, so that the file is always complete.
-        torch.save(found, result.with_suffix(".partial"))
-        os.rename(result.with_suffix(".partial"), result)
+        # Renamed when it is complete, since the other group waits for this file.
+        partial = result.with_suffix(".partial")
+        torch.save(found, partial)
+        os.rename(partial, result)
 
 
 def result_path(folder, name):
+    """Return the file with the results of a layout or of a run on one process."""
     return Path(folder, f"{name}.pt")
 
 
@@ -120,16 +132,20 @@ def refuse_unless_copied():
     communicate = P2PCommunicator._communicate
 
     def marked(self, **arguments):
+        """Mark the tensors that Megatron sends, and communicate."""
         for name in ("tensor_send_next", "tensor_send_prev"):
             if arguments[name] is not None:
                 arguments[name].of_megatron = True
         return communicate(self, **arguments)
 
     def refusing(start):
+        """Return a function that calls `start` unless an argument is a tensor of Megatron."""
+
         def start_or_refuse(**arguments):
             for name, tensor in arguments.items():
                 if name.startswith("tensor_") and tensor is not None:
-                    # Only tensors that Megatron has created to receive into require gradients.
+                    # Tensors that Megatron has created to receive into require gradients; copies do
+                    # not.
                     if tensor.requires_grad or hasattr(tensor, "of_megatron"):
                         raise RuntimeError("this tensor cannot be sent or received")
             return start(**arguments)
@@ -143,9 +159,10 @@ def refuse_unless_copied():
 
 
 def main(_, folder, *failed):
-    """Run all cases of this number of ranks, except the layouts that have failed before.
+    """Train in all layouts if this group has two ranks, otherwise all runs on one process.
 
-    Both groups share the folder.
+    `folder` is that of both groups; the first argument is the folder of this group. `failed` are
+    the layouts to leave out, since they have failed before.
     """
     if os.environ["WORLD_SIZE"] == "2":
         if not ON_GPU:
@@ -160,7 +177,8 @@ def main(_, folder, *failed):
     for name in RESUMED:
         if name in failed:
             continue
-        # The two ranks write this after the checkpoints. If they fail, the test ends this process.
+        # The two ranks write the result after the checkpoints. If they fail, `run_groups` ends this
+        # process.
         while not result_path(folder, name).exists():
             time.sleep(0.1)
         single, _ = LAYOUTS[name]

@@ -55,7 +55,9 @@ class LibraryNorm(Function):
 
 
 def launches_of_a_step(encoding, backend, layers, grouped):
-    """Return the launches of a training step by operation."""
+    """Return the launches of a training step, of one micro-batch, by operation. With `grouped`, two
+    query heads share keys and values.
+    """
     model = small_model(
         position_encoding=encoding,
         attention_backend=backend,
@@ -98,16 +100,19 @@ def launches_of_a_step(encoding, backend, layers, grouped):
     ],
 )
 def test_a_layer_launches_few_kernels(monkeypatch, encoding, backend, grouped, expected):
-    """The numbers are those of a layer and micro-batch, forward and backward; the update of the
-    weights adds nothing for each layer. Grouped queries are copied, and their gradients joined.
+    """`expected` is the number for a layer and a micro-batch, forward and backward: the update of
+    the weights launches nothing for each layer. With grouped queries, two more operations copy the
+    queries and concatenate the gradients.
     """
-    # As on a GPU where torch has cuDNN.
+    # Choose backends and kernels as on a GPU where torch has cuDNN.
     for module in (choice, model_backend, attention):
         monkeypatch.setattr(module, "unsupported", lambda *arguments: None)
     monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
     monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
-    # The model is tiny: only its norms and the matrices without the hidden size are small.
+    # In this small model, as in a large one, only norms and matrices that do not have the hidden
+    # size as an axis must count as small.
     monkeypatch.setattr(gradients, "SMALL", 500)
-    counts = [launches_of_a_step(encoding, backend, layers, grouped) for layers in (4, 3)]
-    of_a_layer = counts[0] - counts[1]
+    of_4_layers = launches_of_a_step(encoding, backend, 4, grouped)
+    of_3_layers = launches_of_a_step(encoding, backend, 3, grouped)
+    of_a_layer = of_4_layers - of_3_layers
     assert of_a_layer.total() == expected, of_a_layer
