@@ -166,7 +166,16 @@ class _CompactUpdate(Function):
     """
 
     @staticmethod
-    def forward(ctx, z, rounded, u, gate, mixing, up, down):
+    def forward(
+        ctx,
+        z,
+        rounded,
+        u,
+        gate,
+        mixing,
+        up,
+        down,
+    ):
         ctx.z_is_rounded = rounded is not None
         saved = z
         if ctx.z_is_rounded:

@@ -290,6 +290,7 @@ class Engine:
         for group in self._zero.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
+
         self._loss_sum = torch.zeros((), device=self.layout.device)
         self._skipped_norm = None
         # Both functions run the step's forward and backward passes, and update the weights.
@@ -301,7 +302,9 @@ class Engine:
         # Averaging the loss over the ranks includes waiting for slower ranks.
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
-        z_loss = self._z_loss() if self._has_z_loss else None
+        z_loss = None
+        if self._has_z_loss:
+            z_loss = self._z_loss()
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
         if self.has_average:
@@ -351,7 +354,8 @@ class Engine:
 
     def _mean_loss(self) -> float:
         """Return the mean of the step's loss over micro-batches and ranks. Collective."""
-        return self.layout.token_layout.average(self._loss_sum / self.micro_batches).item()
+        local_mean = self._loss_sum / self.micro_batches
+        return self.layout.token_layout.average(local_mean).item()
 
     def _z_loss(self) -> float:
         """Return the mean of the step's z-loss over micro-batches and ranks. Collective."""
@@ -391,7 +395,10 @@ class Engine:
         positions = self._positions(micro_batches[0], step)
         with self.clock.phase(FORWARD_BACKWARD):
             loss_sum = self.module.train_micro_batches(
-                micro_batches, positions, _nan_unless_finite, self._accumulating
+                micro_batches,
+                positions,
+                _nan_unless_finite,
+                self._accumulating,
             )
         tied_is_trained = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
@@ -428,7 +435,8 @@ class Engine:
 
     def _positions(self, batch: Batch, step: int) -> Tensor:
         """Return the positions (S,) of a micro-batch's tokens in training step `step`."""
-        return self.module.token_positions(batch["tokens"], step_rng(self._seed, step))
+        rng = step_rng(self._seed, step)
+        return self.module.token_positions(batch["tokens"], rng)
 
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
@@ -456,15 +464,15 @@ class Engine:
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of token ids (B, S), on all pipeline stages."""
-        return self.layout.broadcast_from_last_pipeline_stage(self._forward(tokens))
+        logits = self._forward(tokens)
+        return self.layout.broadcast_from_last_pipeline_stage(logits)
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of `labels` (B, S), the token ids that follow `tokens`
         (B, S).
         """
-        return self.layout.broadcast_from_last_pipeline_stage(
-            self._forward(tokens, labels, by_token=True)
-        )
+        losses = self._forward(tokens, labels, by_token=True)
+        return self.layout.broadcast_from_last_pipeline_stage(losses)
 
     def training_state(
         self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True
@@ -546,9 +554,11 @@ class Engine:
         for name in names or self.trained:
             for kind in self._kinds_of(name):
                 value = read(f"{kind}/{name}")
-                if value is not None:
-                    value = value.to(self.layout.device)
-                    zero_partitions.set_local_elements(self.trained[name], kind, value)
+                if value is None:
+                    continue
+                value = value.to(self.layout.device)
+                parameter = self.trained[name]
+                zero_partitions.set_local_elements(parameter, kind, value)
 
     def _create_moments(self, steps: int) -> None:
         """Create the optimizer's state as zeros, so that the moments of a checkpoint can be loaded.
@@ -578,7 +588,9 @@ class Engine:
 
         `by_muon` is whether Muon updates the tensor; otherwise Adam does.
         """
-        moments = (MOMENTUM_BUFFER,) if by_muon else MOMENTS
+        moments: tuple[str, ...] = MOMENTS
+        if by_muon:
+            moments = (MOMENTUM_BUFFER,)
         if self._average is None:
             return moments
         return (*moments, AVERAGE)

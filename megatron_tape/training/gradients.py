@@ -58,8 +58,9 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     if not gradients or group.size() == 1:
         return
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+    sizes = [gradient.numel() for gradient in gradients]
     dist.all_reduce(flat, group=group)
-    totals = flat.split([gradient.numel() for gradient in gradients])
+    totals = flat.split(sizes)
     for gradient, total in zip(gradients, totals):
         gradient.copy_(total.view_as(gradient))
 

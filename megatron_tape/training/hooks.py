@@ -124,7 +124,10 @@ class ValidationLoss(Hook):
             perplexity = math.exp(loss)
         except OverflowError:
             perplexity = math.inf
-        scalars = {metrics.VALIDATION_LOSS: loss, metrics.VALIDATION_PERPLEXITY: perplexity}
+        scalars = {
+            metrics.VALIDATION_LOSS: loss,
+            metrics.VALIDATION_PERPLEXITY: perplexity,
+        }
 
         if trainer.engine.has_average:
             with trainer.engine.averaged_weights():
@@ -172,10 +175,12 @@ class Sample(Hook):
             # With sequence or context parallelism, ranks need shards of equal length. So pad to the
             # next multiple of their number.
             padding = -length % layout.token_layout.sequence_shards
-            tokens = torch.tensor([context + [0] * padding], device=layout.device)
+            padded = context + [0] * padding
+            tokens = torch.tensor([padded], device=layout.device)
             logits = trainer.engine.logits(tokens)[0, length - 1]
             # The model's vocabulary is padded with ids that have no token.
-            logits = logits[: tokenizer.vocab_size].float().cpu()
+            logits = logits[: tokenizer.vocab_size]
+            logits = logits.float().cpu()
 
             token = torch.tensor([-1])  # stands for logits that are not finite
             if torch.isfinite(logits).all():
@@ -247,10 +252,12 @@ class GradientNorms(Hook):
 
         sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
         for column, kind_gradients in enumerate(gradients.values()):
-            if kind_gradients:
-                norms = torch.stack(torch._foreach_norm(kind_gradients))
-                sums[0, column] = norms.to(layout.device, torch.float64).square().sum()
-                sums[1, column] = len(kind_gradients)
+            if not kind_gradients:
+                continue
+            norms = torch.stack(torch._foreach_norm(kind_gradients))
+            norms = norms.to(layout.device, torch.float64)
+            sums[0, column] = norms.square().sum()
+            sums[1, column] = len(kind_gradients)
         self._sums = sums
 
 
@@ -280,8 +287,8 @@ class PositionNorms(Hook):
         for index, name in enumerate(("state_norm", "update_norm")):
             values = [layer_norms[index] for layer_norms in norms.values()]
             if values:
-                # The root mean square of the layers' values.
-                scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
+                root_mean_square = math.hypot(*values) / math.sqrt(len(values))
+                scalars[f"position/{name}"] = root_mean_square
             for layer, value in zip(norms, values):
                 scalars[f"position/{name}/layer_{layer:02d}"] = value
         return HookResult(scalars)
@@ -316,8 +323,10 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
 
-    state_squares, update_squares, counts = totals.sum(dim=-1).T  # each has a value for each layer
-    norms = (torch.stack([state_squares, update_squares]) / counts).sqrt()
+    # Each of these has a value for each layer.
+    state_squares, update_squares, counts = totals.sum(dim=-1).T
+    mean_squares = torch.stack([state_squares, update_squares]) / counts
+    norms = mean_squares.sqrt()
     return dict(zip(layers, norms.T.tolist()))
 
 

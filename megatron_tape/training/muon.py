@@ -157,7 +157,8 @@ class Matrices:
         momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
         for key, part in momenta.items():
             # The factor gives the update about the root mean square of AdamW's.
-            updates[key] = 0.2 * math.sqrt(max(part.shape)) * orthogonalize(part)
+            factor = 0.2 * math.sqrt(max(part.shape))
+            updates[key] = factor * orthogonalize(part)
         whole = to_megatron(updates, name, self._model_config)
         return shard(whole, parameter, layout.tensor_parallel_rank, size)
 
@@ -197,4 +198,5 @@ class AdamWAndMuon(torch.optim.AdamW):
         momentum = state[MOMENTUM_BUFFER].lerp_(tensor.grad, 1 - MOMENTUM)
         nesterov = tensor.grad.lerp(momentum, MOMENTUM)
         update = self.matrices.update(tensor, nesterov)
-        tensor.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
+        tensor.mul_(1 - lr * weight_decay)
+        tensor.add_(update, alpha=-lr)

@@ -81,7 +81,9 @@ def _group_key(name: str, parameter: Parameter, config: OptimizerConfig) -> _Gro
 
     weight_decay = 0.0
     if decays:
-        weight_decay = config.weight_decay if configured is None else configured
+        weight_decay = config.weight_decay
+        if configured is not None:
+            weight_decay = configured
     lr_scale = _value_of(config.lr_scale_of, name)
     if lr_scale is None:
         lr_scale = 1.0
@@ -124,7 +126,9 @@ def _position_key(name: str) -> str | None:
 
 
 def build_optimizer(
-    model: Module, config: RunConfig, layout: ParallelLayout
+    model: Module,
+    config: RunConfig,
+    layout: ParallelLayout,
 ) -> torch.optim.Optimizer:
     """Return the optimizer for `deepspeed.initialize`: AdamW, with Muon for matrices if
     `optimizer.kind` is muon.
@@ -138,4 +142,10 @@ def build_optimizer(
     betas = settings.beta1, settings.beta2
     # The fused kernel reads and writes each tensor once; separate kernels would allocate
     # temporaries of its size.
-    return AdamWAndMuon(groups, settings.lr, betas, settings.eps, fused=True)
+    return AdamWAndMuon(
+        groups,
+        settings.lr,
+        betas,
+        settings.eps,
+        fused=True,
+    )

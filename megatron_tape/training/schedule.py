@@ -6,7 +6,10 @@ from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(
-    step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int
+    step: int,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    total_steps: int,
 ) -> float:
     """Return the learning rate of `step`, which counts from 1.
 

@@ -75,8 +75,12 @@ class StepTimes(Hook):
 
         steps = self._steps
         self._steps = 0
-        seconds = {name: total / steps for name, total in clock.take_seconds().items()}
-        metrics = HookResult({f"seconds/{name}": value for name, value in seconds.items()})
+        seconds = {}
+        scalars = {}
+        for name, total in clock.take_seconds().items():
+            seconds[name] = total / steps
+            scalars[f"seconds/{name}"] = seconds[name]
+        metrics = HookResult(scalars)
         if trainer.layout.device.type == "cuda":
             metrics.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -87,7 +91,11 @@ class StepTimes(Hook):
         return metrics
 
     def _compare_ranks(
-        self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult
+        self,
+        layout: ParallelLayout,
+        steps: int,
+        seconds: dict[str, float],
+        metrics: HookResult,
     ) -> None:
         """Add the metrics of all ranks to `metrics`, and warn about slow ranks.
 
@@ -97,7 +105,9 @@ class StepTimes(Hook):
         # The names do not change, so they are gathered once.
         self._names = self._names or layout.gather(_device_name(layout.device))
         computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
-        computing_times, data_times = zip(*layout.gather((computing, seconds.get(DATA, 0.0))))
+        data = seconds.get(DATA, 0.0)
+        of_all_ranks = layout.gather((computing, data))
+        computing_times, data_times = zip(*of_all_ranks)
         slowest = computing_times.index(max(computing_times))  # a rank
         metrics.scalars["seconds/compute_median"] = statistics.median_low(computing_times)
         metrics.scalars["seconds/compute_slowest"] = computing_times[slowest]
@@ -110,7 +120,9 @@ class StepTimes(Hook):
             # step counts once in the mean.
             self._compared_times += [computing_times] * steps
             if len(self._compared_times) >= WINDOW:
-                self._report_slow([statistics.fmean(times) for times in zip(*self._compared_times)])
+                times_by_rank = zip(*self._compared_times)
+                means = [statistics.fmean(times) for times in times_by_rank]
+                self._report_slow(means)
                 self._compared_times = []
         self._warmed_up = True
 
@@ -137,11 +149,14 @@ def _device_name(device: torch.device) -> str:
     node = node_name()
     if device.type != "cuda":
         return node
-    return f"{node}, GPU {device.index} ({torch.cuda.get_device_properties(device).uuid})"
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return f"{node}, GPU {device.index} ({uuid})"
 
 
 def utilization(
-    flops_per_second: float, config: RunConfig, layout: ParallelLayout
+    flops_per_second: float,
+    config: RunConfig,
+    layout: ParallelLayout,
 ) -> dict[str, float]:
     """Return the metric `throughput/mfu`: the run's FLOPs as a fraction of the GPUs' peak in bf16.
 

@@ -49,8 +49,13 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is not None:
         # `cached` returns the same tensor object in all layers, so that fla reuses the block counts
-        # that it caches by object. Element 1 of the arguments is cu_seqlens_k.
-        cu_seqlens = x.packing.cached(("fla", S), lambda: x.packing.varlen_arguments(S)[1].long())
+        # that it caches by object.
+        def key_bounds() -> Tensor:
+            """Return cu_seqlens_k, which is the second argument of flash-attn's kernels."""
+            _, cu_seqlens_k, *_ = x.packing.varlen_arguments(S)
+            return cu_seqlens_k.long()
+
+        cu_seqlens = x.packing.cached(("fla", S), key_bounds)
         kernel = partial(kernel, cu_seqlens=cu_seqlens)
         # All documents of the batch are passed as one sequence.
         tensors = [y.flatten(0, 1)[None] for y in tensors]

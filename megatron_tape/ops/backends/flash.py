@@ -43,7 +43,11 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.average_state and x.packing is None and takes_wide_value(device, D):
         _choose_tiles(functions)
         q, k, value = x.prepared(join=True)
-        inputs = q, _for_each_head(k, H), _for_each_head(value, H)
+        inputs = (
+            q,
+            _for_each_head(k, H),
+            _for_each_head(value, H),
+        )
     else:
         inputs = x.prepared()
     tensors = [y.transpose(0, 1) for y in inputs]
@@ -95,11 +99,21 @@ def _choose_tiles(functions: Any) -> None:
     if hasattr(functions, "has_our_tiles"):
         return
     functions.has_our_tiles = True
-    # The arguments after the tile are `mma_pv_is_rs` and `intra_wg_overlap`.
-    forward = {widths: functions.FwdConfig(*tile, True, True) for widths, tile in _FORWARD.items()}
-    backward = {widths: functions.BwdConfig(*tile) for widths, tile in _BACKWARD.items()}
-    for name, tiles in (("_tile_size_fwd_sm90", forward), ("_tile_size_bwd_sm90", backward)):
-        setattr(functions, name, _with_tiles(tiles, getattr(functions, name)))
+    forward = {}
+    for widths, tile in _FORWARD.items():
+        # The arguments after the tile are `mma_pv_is_rs` and `intra_wg_overlap`.
+        forward[widths] = functions.FwdConfig(*tile, True, True)
+    backward = {}
+    for widths, settings in _BACKWARD.items():
+        backward[widths] = functions.BwdConfig(*settings)
+
+    selectors = {
+        "_tile_size_fwd_sm90": forward,
+        "_tile_size_bwd_sm90": backward,
+    }
+    for name, ours in selectors.items():
+        theirs = getattr(functions, name)
+        setattr(functions, name, _with_tiles(ours, theirs))
 
 
 def _with_tiles(

@@ -37,7 +37,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if q.is_cuda and T > BLOCK:
         function = _compiled()
     grouped = q.shape[2] != k.shape[2]
-    bias_of_pair = None if x.bias is None else x.bias.score
+    bias_of_pair = None
+    if x.bias is not None:
+        bias_of_pair = x.bias.score
     offset = T - S
 
     def average(
@@ -53,7 +55,15 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             return score + bias_of_pair(b, h, query + offset, key, *tensors)
 
         score_mod = biased if bias_of_pair else None
-        return (function(q_BHSD, k_BGTD, v_BGTD, score_mod, mask, enable_gqa=grouped),)
+        averaged = function(
+            q_BHSD,
+            k_BGTD,
+            v_BGTD,
+            score_mod,
+            mask,
+            enable_gqa=grouped,
+        )
+        return (averaged,)
 
     # The bias's tensors are arguments, so that `x.run` computes their gradients.
     tensors = [y.permute(1, 2, 0, 3) for y in (q, k, v)]

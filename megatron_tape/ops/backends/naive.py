@@ -22,11 +22,19 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     seen = causal_mask(S, T, bounds, q.device)
 
     # Each key/value group serves H / G adjacent heads.
-    k_BHTD = k_BGTD.repeat_interleave(H // G, dim=1)
+    heads_per_group = H // G
+    k_BHTD = k_BGTD.repeat_interleave(heads_per_group, dim=1)
     scores = q_BHSD @ k_BHTD.mT / D**0.5
     if x.rescore is not None:
         tensors = x.rescore.prepared(q_BHSD, k_BGTD)
-        scores = x.rescore.rows(scores, q_BHSD, k_BGTD, seen, tokens, *tensors)
+        scores = x.rescore.rows(
+            scores,
+            q_BHSD,
+            k_BGTD,
+            seen,
+            tokens,
+            *tensors,
+        )
     if x.bias is not None:
         scores = scores + x.bias.of(tokens, slice(0, T))
 
@@ -34,6 +42,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     p = scores.softmax(-1).to(q.dtype)
     averages = []
     for value in values:
-        value_TBHD = value.repeat_interleave(H // G, dim=2)
-        averages.append(torch.einsum("bhst,tbhd->sbhd", p, value_TBHD))
+        value_TBHD = value.repeat_interleave(heads_per_group, dim=2)
+        average_SBHD = torch.einsum("bhst,tbhd->sbhd", p, value_TBHD)
+        averages.append(average_SBHD)
     return tuple(averages)

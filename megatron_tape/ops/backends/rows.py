@@ -27,6 +27,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
+
     # Checkpoints keep what `attend_block` uses until the backward pass. If it used `x`, they would
     # keep the queries and keys before their rotation, too.
     bias = x.bias
@@ -39,20 +40,33 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     def attend_block(first: int) -> Tensor:
         """Return the average (r, B, H, E) of the block that starts at query `first`."""
         queries = q_BHSD[:, :, first : first + rows]
-        tokens = slice(offset + first, offset + first + queries.shape[2])
-        keys = k_BGTD[:, :, : tokens.stop]
-        bounds = None if packing is None else packing.bounds_2BT[..., : tokens.stop]
-        seen = causal_mask(queries.shape[2], tokens.stop, bounds, queries.device)
+        count = queries.shape[2]
+        first_token = offset + first
+        # Keys of later tokens are not visible.
+        stop = first_token + count
+        tokens = slice(first_token, stop)
+        keys = k_BGTD[:, :, :stop]
+        bounds = None
+        if packing is not None:
+            bounds = packing.bounds_2BT[..., :stop]
+        seen = causal_mask(count, stop, bounds, queries.device)
 
         scores = None
         if rescore.takes_scores:
             scores = _group_products(queries * D**-0.5, keys.mT)
-        scores = rescore.rows(scores, queries, keys, seen, tokens, *tensors)
+        scores = rescore.rows(
+            scores,
+            queries,
+            keys,
+            seen,
+            tokens,
+            *tensors,
+        )
         if bias is not None:
-            scores = scores + bias.of(tokens, slice(0, tokens.stop))
+            scores = scores + bias.of(tokens, slice(0, stop))
 
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        average_BHrE = _group_products(p, v_BGTE[:, :, : tokens.stop])
+        average_BHrE = _group_products(p, v_BGTE[:, :, :stop])
         return average_BHrE.permute(2, 0, 1, 3).to(output_dtype)
 
     blocks = [

@@ -37,6 +37,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         return attend_by_rows(x, QUERIES)
 
     q, k, *values = (y.permute(1, 2, 0, 3) for y in x.prepared())
+    G = k.shape[1]
     S = q.shape[2]
     # Without packed documents, every query may attend to keys from the first one on.
     starts = None
@@ -53,8 +54,14 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         bias_tensors = x.bias.tensors
         bias = x.bias.without_tensors()
 
-    q_BGRSD = q.unflatten(1, (k.shape[1], -1))
-    attend_in_tiles = partial(_TiledAttention.apply, len(values), bias, first_seen, starts)
+    q_BGRSD = q.unflatten(1, (G, -1))
+    attend_in_tiles = partial(
+        _TiledAttention.apply,
+        len(values),
+        bias,
+        first_seen,
+        starts,
+    )
     averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *bias_tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
@@ -156,20 +163,38 @@ class _TiledAttention(Function):
 
     @staticmethod
     def forward(
-        ctx, value_count: int, bias: Bias | None, first_seen: list[int], starts, q, k, *tensors
+        ctx,
+        value_count: int,
+        bias: Bias | None,
+        first_seen: list[int],
+        starts,
+        q,
+        k,
+        *tensors,
     ):
         values = tensors[:value_count]
         bias_tensors = tensors[value_count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(B, S, k.shape[2], R, starts, first_seen, q.device)
-        keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        tiles = _Tiles(
+            B,
+            S,
+            k.shape[2],
+            R,
+            starts,
+            first_seen,
+            q.device,
+        )
+        keys = k.flatten(0, 1).to(dtype)
+        value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
+        widths = [v.shape[-1] for v in values]
 
         # In memory, the sequence axis of the outputs comes first, as the output projection expects:
         # it would copy other layouts.
         outputs = []
         for v in values:
-            output = torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device)
+            shape = (S, B, G, R, v.shape[-1])
+            output = torch.empty(shape, dtype=v.dtype, device=q.device)
             outputs.append(output.permute(1, 2, 3, 0, 4))
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
 
@@ -184,28 +209,43 @@ class _TiledAttention(Function):
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
-                    tiles.add_bias(scores, bias.tile(tiles.of_tokens(rows), columns, *bias_tensors))
+                    tokens = tiles.of_tokens(rows)
+                    tile = bias.tile(tokens, columns, *bias_tensors)
+                    tiles.add_bias(scores, tile)
                 tiles.hide(scores, rows, columns, float("-inf"))
-                new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+
+                largest_of_tile = scores.amax(-1, keepdim=True)
+                new_largest = torch.maximum(largest, largest_of_tile)
                 # A query without any visible key so far has no largest score to subtract; the
                 # difference of two infinities would be NaN.
                 shift = new_largest.masked_fill(new_largest == float("-inf"), 0.0)
                 p = _exp2(scores.sub_(shift))
                 # `_exp2` gives masked keys a small weight instead of zero.
                 tiles.hide(p, rows, columns, 0.0)
+
                 # `total` and `averaged` are still relative to the previous largest score.
                 shrink = largest.sub_(shift).exp2_()
-                total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-                averaged.mul_(shrink).baddbmm_(p, value[:, columns])
+                total.mul_(shrink)
+                total.add_(p.sum(-1, keepdim=True))
+                averaged.mul_(shrink)
+                averaged.baddbmm_(p, value[:, columns])
                 largest = new_largest
 
             averages = averaged.div_(total).view(B, G, R, -1, value.shape[-1])
-            widths = [v.shape[-1] for v in values]
             for output, average in zip(outputs, averages.split(widths, dim=-1)):
                 output[:, :, :, rows] = average
-            lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
+            row_lse = total.log2_().add_(largest)
+            lse[:, :, :, rows] = row_lse.view(B, G, R, -1)
 
-        ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *bias_tensors)
+        ctx.save_for_backward(
+            q,
+            k,
+            lse,
+            starts,
+            *values,
+            *outputs,
+            *bias_tensors,
+        )
         ctx.value_count = value_count
         ctx.bias = bias
         ctx.first_seen = first_seen
@@ -220,8 +260,17 @@ class _TiledAttention(Function):
         bias_tensors = rest[2 * ctx.value_count :]
         B, G, R, S, D = q.shape
         dtype = lse.dtype
-        tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first_seen, q.device)
-        keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        tiles = _Tiles(
+            B,
+            S,
+            k.shape[2],
+            R,
+            starts,
+            ctx.first_seen,
+            q.device,
+        )
+        keys = k.flatten(0, 1).to(dtype)
+        value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
         dq = torch.empty_like(q)
         dk = torch.zeros_like(keys)
         dvalue = torch.zeros_like(value)
@@ -236,18 +285,23 @@ class _TiledAttention(Function):
         for rows, blocks in tiles.blocks():
             queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
             gradient = torch.cat([_query_block(do, rows, dtype) for do in gradients], dim=-1)
-            row_lse, row_delta = (x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta))
+            row_lse = lse[:, :, :, rows].reshape(B * G, -1, 1)
+            row_delta = delta[:, :, :, rows].reshape(B * G, -1, 1)
             dqueries = torch.zeros_like(queries)
 
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
-                    tiles.add_bias(scores, bias.tile(tiles.of_tokens(rows), columns))
+                    tile = bias.tile(tiles.of_tokens(rows), columns)
+                    tiles.add_bias(scores, tile)
                 p = _exp2(scores.sub_(row_lse))
                 tiles.hide(p, rows, columns, 0.0)
                 dvalue[:, columns].baddbmm_(p.mT, gradient)
+
                 # The gradient of the scores without the factor LOG2_E.
-                ds = (gradient @ value[:, columns].mT).sub_(row_delta).mul_(p)
+                ds = gradient @ value[:, columns].mT
+                ds.sub_(row_delta)
+                ds.mul_(p)
                 if bias is not None:
                     bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
                 dqueries.baddbmm_(ds, keys[:, columns])
@@ -255,11 +309,13 @@ class _TiledAttention(Function):
 
             if bias is not None:
                 bias.end(tiles.of_tokens(rows))
-            dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
+            dqueries.mul_(D**-0.5)
+            dq[:, :, :, rows] = dqueries.view(B, G, R, -1, D).to(q.dtype)
 
         # `dk` is a sum of products with `queries`, which include LOG2_E, unlike the scores of `ds`.
         dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
-        dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
+        widths = [v.shape[-1] for v in values]
+        dvalues = dvalue.view(B, G, k.shape[2], -1).split(widths, dim=-1)
         # The first four arguments, `value_count` to `starts`, have no gradients.
         return (
             None,
@@ -337,7 +393,12 @@ class _BiasGradient:
         functions.
         """
         leaves = [self._leaves[i] for i in self._learned]
-        parts = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+        parts = torch.autograd.grad(
+            output,
+            leaves,
+            gradient.to(output.dtype),
+            allow_unused=True,
+        )
         for i, part in zip(self._learned, parts):
             if part is not None:
                 self.gradients[i] += part
@@ -349,4 +410,5 @@ def _query_block(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the block (B*G, R*rows, ...) of x (B, G, R, S, ...)."""
-    return x[:, :, :, rows].flatten(0, 1).flatten(1, 2).to(dtype)
+    block = x[:, :, :, rows]
+    return block.flatten(0, 1).flatten(1, 2).to(dtype)

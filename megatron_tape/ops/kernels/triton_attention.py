@@ -615,7 +615,17 @@ class _Attention(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, z, starts, ends, rotate, wide):
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        z,
+        starts,
+        ends,
+        rotate,
+        wide,
+    ):
         q, k, v = (last_contiguous(x) for x in (q, k, v))
         if z is not None:
             z = last_contiguous(z)

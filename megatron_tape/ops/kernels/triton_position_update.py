@@ -410,7 +410,17 @@ class _Update(Function):
     """The differentiable form of the kernels; see `update`."""
 
     @staticmethod
-    def forward(ctx, z, rounded, u, gate, mixing, up, down, joined):
+    def forward(
+        ctx,
+        z,
+        rounded,
+        u,
+        gate,
+        mixing,
+        up,
+        down,
+        joined,
+    ):
         # Gradients of copies of z'' that nothing used are None, not zeros.
         ctx.set_materialize_grads(False)
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence

@@ -549,7 +549,15 @@ class _RotatedAndJoined(Function):
     """The differentiable form of `rotate_and_join`, which always rotates."""
 
     @staticmethod
-    def forward(ctx, q, k, v, z, wide, joined):
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        z,
+        wide,
+        joined,
+    ):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
         rotated_q, rotated_k, value = rotate_and_join(q, k, v, z, True, wide, joined)
 
