@@ -266,7 +266,7 @@ def matrices(gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
 
 def contextualize(z_NGD: Tensor, M_NGG: Tensor) -> Tensor:
     """Return z'' = z + M z (N, G, D); `z_NGD` is z' of the module's formula."""
-    # `baddbmm` requires equal dtypes, as above.
+    # `baddbmm` requires equal dtypes, as in `mix_tokens`.
     if z_NGD.dtype != M_NGG.dtype:
         rounded_NGD = z_NGD.to(M_NGG.dtype)
         return z_NGD + torch.bmm(M_NGG, rounded_NGD)
