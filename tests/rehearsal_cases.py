@@ -17,6 +17,9 @@ parallel: {tensor_model_parallel_size: 2}
 deepspeed: {zero_stage: 1, reduce_bucket_size: 1000000}
 logging: {sample_tokens: 0, directory: nowhere/run}
 """
+CHOSEN = "--model.attention_backend=auto"
+ONE = "--parallel.tensor_model_parallel_size=1"
+FOUR_LAYERS = "--model.num_layers=4"
 ZERO = {
     f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
 }  # the command rehearses ZeRO 2
@@ -25,15 +28,17 @@ QUICK_CASES = {
     **ZERO,
     "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
     "one_micro_batch": ["--train.global_batch_size=4"],
+    "chosen": [CHOSEN, ONE, FOUR_LAYERS],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
-ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
 ZERO_2 = "--deepspeed.zero_stage=2"
 GATE = "--model.attention_output_gate=true"
 BY_BF16 = "--deepspeed.communication_precision=bf16"
 ROPE = "--model.position_encoding=rope"
-CHOSEN = "--model.attention_backend=auto"
+SELECTIVE = "--train.recompute=selective"
+EIGHT_GROUPS = "--model.num_query_groups=8"
+FLASH = ["--model.attention_backend=flash_attn", "--model.kv_channels=64", FOUR_LAYERS]
 ONE_MICRO_BATCH = [ONE, "--train.global_batch_size=16", "--model.num_layers=8"]
 CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
 
@@ -42,9 +47,24 @@ def stages(number):
     return [f"--parallel.pipeline_model_parallel_size={number}"]
 
 
+# Attention averages [v | z] in one call.
+ONE_CALL = {
+    "chosen": [CHOSEN, ONE, FOUR_LAYERS, EIGHT_GROUPS],
+    "chosen_grouped": [CHOSEN, ONE, FOUR_LAYERS],
+    "chosen_recomputed": [CHOSEN, ONE, FOUR_LAYERS, FULL],
+    "chosen_selectively_recomputed": [CHOSEN, ONE, FOUR_LAYERS, SELECTIVE],
+    "chosen_tensor_parallel": [CHOSEN, FOUR_LAYERS],
+    "chosen_stage_of_two": [CHOSEN, ONE, *stages(2), "--model.num_layers=6"],
+    "chosen_bf16_state": [CHOSEN, ONE, FOUR_LAYERS, "--model.position.state_precision=bf16"],
+    "chosen_learned": [CHOSEN, ONE, FOUR_LAYERS, "--model.position.increments=learned"],
+    "flash_attn": [*FLASH, ONE, EIGHT_GROUPS],
+    "flash_attn_grouped": [*FLASH, ONE],
+    "flash_attn_selectively_recomputed": [*FLASH, ONE, SELECTIVE],
+    "flash_attn_tensor_parallel": FLASH,
+}
 MANY = {
     "zero_1_recomputed": [FULL, GATE],
-    "zero_2_recomputed": [ZERO_2, "--train.recompute=selective"],
+    "zero_2_recomputed": [ZERO_2, SELECTIVE],
     "zero_3_recomputed": ["--deepspeed.zero_stage=3", FULL],
     "zero_2_not_overlapping_in_bf16": [ZERO_2, "--deepspeed.overlap_comm=false", BY_BF16],
     "without_tensor_parallelism": [ONE, "--model.qk_norm=true"],
@@ -55,15 +75,15 @@ MANY = {
     "extension_zero_3": [*EXTENSION, "--deepspeed.zero_stage=3"],
     "lora_of_rope": [ROPE, "--extension.trains=[lora,embeddings,norms]"],
     "context_and_qk_norm": [*CONTEXT, "--train.average={kind: last, count: 2, every: 10}"],
-    "stage_of_four": [*stages(4), "--model.num_layers=4"],
-    "stage_of_four_tied": [*stages(4), ONE, "--model.num_layers=4", "--model.tie_embeddings=true"],
+    "stage_of_four": [*stages(4), FOUR_LAYERS],
+    "stage_of_four_tied": [*stages(4), ONE, FOUR_LAYERS, "--model.tie_embeddings=true"],
     # Short sequences: tensors in flight between virtual stages are not fully counted, but small in
     # long ones.
     "virtual_stages_recomputed": [
         *stages(2),
         ONE,
         "--parallel.virtual_pipeline_size=2",
-        "--model.num_layers=4",
+        FOUR_LAYERS,
         "--model.seq_length=128",
         FULL,
     ],
@@ -79,8 +99,8 @@ MANY = {
         "--model.num_layers=8",
         "--train.global_batch_size=16",
     ],
-    "chosen": [CHOSEN, ONE, "--model.num_query_groups=8"],
     "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
+    **ONE_CALL,
 }
 
 
@@ -91,12 +111,14 @@ def mistakes():
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     from megatron_tape.model.layers import RMSNorm
+    from megatron_tape.ops.kernels import triton_position_update
     from megatron_tape.parallel.token_layout import TokenLayout
     from megatron_tape.position.rope import RotaryPosition
     from megatron_tape.training import gradients
 
     norm = RMSNorm.forward
     summed = gradients.sum_over_group
+    update = triton_position_update.update
 
     def reads(self, hidden_states):
         hidden_states.abs().max().item()
@@ -105,6 +127,9 @@ def mistakes():
     def keeps(self, hidden_states):
         self.buffer = hidden_states.detach().float()
         return norm(self, hidden_states)
+
+    def keeps_in_update(z, rounded, u, *others):
+        return update(z, rounded, u.float().exp().to(u.dtype), *others)
 
     def to_heads(self, x_sBN):
         whole = gather_from_sequence_parallel_region(x_sBN.contiguous(), group=self.model_group)
@@ -125,6 +150,7 @@ def mistakes():
             (RMSNorm, "forward", reads),
             (RotaryPosition, constant, copied),
         ],
+        "two_tensors_kept_by_the_update": [(triton_position_update, "update", keeps_in_update)],
         "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_of_the_state": [
             (gradients, "sum_over_group", over_data),
             (RMSNorm, "forward", keeps),

@@ -6,12 +6,14 @@ torch's SDPA, with these exceptions:
 - Only `torch`, `torch_wide` and `naive` keep the mask of packed documents.
 - The Triton kernel keeps no rotated queries and keys.
 - `torch_wide` and FlashAttention-4 average values and position state in one call, and keep them in
-  one tensor. FlashAttention-4 keeps the keys and this tensor for each query head. It is assumed
-  where it supports such a call; version 2 keeps less.
+  one tensor, into which the fused update of the state writes its result. FlashAttention-4 keeps the
+  keys and this tensor for each query head. It is assumed where it supports such a call; version 2
+  keeps less.
 
-The estimate is too low in two cases. With grouped keys, SDPA has no fast kernel and may keep the S
-x S scores of a sequence of S tokens in fp32. Shifted sparse attention, which is counted as full
-attention, keeps a second copy of its outputs in layers that are not recomputed.
+The estimate is too low in three cases. With grouped keys, SDPA has no fast kernel and may keep the
+S x S scores of a sequence of S tokens in fp32. Shifted sparse attention, which is counted as full
+attention, keeps a second copy of its outputs in layers that are not recomputed. A state that is
+rescaled after the update (`state_norm`) is kept next to that one tensor.
 """
 
 from dataclasses import dataclass
@@ -232,8 +234,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     # The Triton kernel keeps its inputs and repeats the rotation in the backward pass.
     rotates_again = plan.attention.backend == "triton"
     # A rotation that depends on parameters keeps its inputs.
-    has_learned_angles = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
-    learns_rotation = rotates and has_learned_angles
+    learns_rotation = _learns_rotation(plan, layer)
     keeps_projection = learns_rotation or rotates_again
 
     # The heads that each kept tensor has per token.
@@ -242,7 +243,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     # Attention's inputs, if they are not views of these tensors.
     queries = 0
     keys = 0
-    values = 0
+    values = _value_heads(plan, layer, heads, groups)
     returned = 0  # input of the output projection
     gate = 0
     # Bytes per token of other tensors.
@@ -270,9 +271,6 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     if not rotates_again and (rotates or model.qk_norm):
         queries += heads
         keys = groups
-    # A learned rotation keeps its phases, which are as large as the values.
-    if learns_rotation and not _is_state_kept_elsewhere(plan, layer):
-        values = groups
 
     if is_packed and grouped and _needs_mask(plan):
         # Keys and values are repeated for every head, so they are copies. If queries are copies
@@ -310,15 +308,11 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     if exchanges:
         returned = heads  # the outputs that the other context-parallel ranks return
 
-    if _averages_in_one_call(plan, layer):
-        # Values and states are one tensor, and so are their averages; the output projection keeps a
-        # copy.
-        values += 2 * groups
+    if averages_in_one_call(plan, layer):
+        # The averages of values and states are one tensor; the output projection keeps a copy.
         returned = heads
         if grouped and plan.attention.backend == "flash_attn":
-            # Keys and this tensor are repeated for each query head.
-            keys = heads
-            values += 2 * (heads - groups)
+            keys = heads  # repeated for each query head
         if not learns_rotation:
             # The original values, and queries and keys before their rotation, are not kept.
             normed = 0
@@ -329,7 +323,53 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     return batch.tokens * (kept_heads * dim * width + widened + scales_of_norms)
 
 
-def _averages_in_one_call(plan: Plan, layer: int) -> bool:
+def _learns_rotation(plan: Plan, layer: int) -> bool:
+    """Return whether a layer's rotation of queries and keys depends on parameters."""
+    if ROTATION not in plan.encoding.needs_in(layer):
+        return False
+    return plan.costs[layer].learns_rotation or plan.encoding.state_is_learned(layer)
+
+
+def _value_heads(plan: Plan, layer: int, heads: int, groups: int) -> int:
+    """Return how many heads per token a layer's attention keeps of the position state, and of
+    values v and state z as one tensor [v | z].
+
+    A rank has `heads` query heads, and `groups` key/value groups.
+    """
+    kept = 0
+    is_joined = _is_state_joined(plan, layer)
+    # A learned rotation keeps its phases, which are as large as the values.
+    is_separate = not is_joined and not _is_state_kept_elsewhere(plan, layer)
+    if _learns_rotation(plan, layer) and is_separate:
+        kept += groups
+
+    if averages_in_one_call(plan, layer):
+        is_repeated = heads > groups and plan.attention.backend == "flash_attn"
+        if is_repeated:
+            # [v | z] is repeated for each query head.
+            kept += 2 * heads
+        # The repeated tensor replaces [v | z] of the groups, unless the rotation and the update
+        # keep the state in it.
+        if is_joined or not is_repeated:
+            kept += 2 * groups
+    return kept
+
+
+def _is_state_joined(plan: Plan, layer: int) -> bool:
+    """Return whether the previous layer's update wrote the state into [v | z] of this layer, so
+    that it is no tensor of its own.
+    """
+    # The state that enters a model chunk was received or computed there.
+    previous = layer - 1
+    if previous not in plan.contents.layers or not plan.encoding.updates(previous):
+        return False
+    # Activation checkpointing keeps the state for the next layer, and an all-to-all copies it.
+    if plan.recomputes or plan.batch.head_shards > 1:
+        return False
+    return averages_in_one_call(plan, layer)
+
+
+def averages_in_one_call(plan: Plan, layer: int) -> bool:
     """Return whether one call of a library averages values and position state as one tensor."""
     is_divided = (
         plan.config.data.reset_attention_mask or plan.extension.attention == "shifted_sparse"
@@ -365,7 +405,7 @@ def _attention_output_bytes(plan: Plan, layer: int) -> int:
     if plan.computes_whole_rows:
         # The backward pass recomputes whole rows of scores, which needs no log-sum-exp.
         log_sums = 0
-    elif plan.attention.backend in CALLED_TWICE and not _averages_in_one_call(plan, layer):
+    elif plan.attention.backend in CALLED_TWICE and not averages_in_one_call(plan, layer):
         # One for the call with the values, and one for the call with the state.
         log_sums = averages
     return plan.batch.tokens * heads * (averages * plan.model.head_dim * plan.width + 4 * log_sums)

@@ -8,14 +8,18 @@ an operation mixes it with the CPU. Collectives of the fake process group return
 torch's `MemTracker` counts the bytes of storages. `Tracker` also counts the bytes of collectives by
 process group, which torch's `CommDebugMode` does not.
 
-Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms save
-the tensors of a fused kernel. Not rehearsed: Triton kernels and those of other libraries, pinned
-memory, streams, evaluation, logging and checkpoints. Not counted: FLOPs, kernel launches, the
-number of collectives, the allocator's rounding, and memory before the measured step. torch,
-Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
+Code that checks for CUDA takes its CPU branch, except around fused kernels. Attention runs as SDPA
+or in tiles or, if a backend averages [v | z] in one call, as that backend. Attention and norms save
+the tensors of libraries' kernels. Triton kernels of the position update, the rotation and SwiGLU
+launch nothing, but the functions around them allocate and save tensors. Not rehearsed: other
+kernels, pinned memory, streams, evaluation, logging and checkpoints. Not counted: FLOPs, kernel
+launches, the number of collectives, the allocator's rounding, and memory before the measured step.
+torch, Megatron, DeepSpeed and this package remain patched, so a process can rehearse only one
+layout.
 """
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -23,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,17 +45,21 @@ from torch.utils._pytree import tree_leaves
 from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.data.batches import Batches
 from megatron_tape.errors import one_line
+from megatron_tape.model.backend import FusedKernels
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.pipeline import Pipeline
-from megatron_tape.ops.backends import choice, lacks
+from megatron_tape.ops import attention_inputs
+from megatron_tape.ops.backends import choice, flash, lacks
 from megatron_tape.parallel import layout as parallel_layout
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, prepare_cpu
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning import communication
+from megatron_tape.planning.activations import averages_in_one_call
 from megatron_tape.planning.memory import memory_of_pipeline_stage
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run.watch import Watch
+from megatron_tape.training import model_building
 from megatron_tape.training.engine import Engine, zero_partition
 from megatron_tape.training.gradients import replicated_parameters
 from megatron_tape.training.model_building import build_model, freeze_parameters, parameter_filter
@@ -272,9 +281,15 @@ def install_fake_world(world_size: int, rank: int) -> None:
     # Code for a GPU runs on the fake one, which is of the generation that a `Plan` assumes.
     choice.generation = lambda device: Plan.generation
     choice.unsupported = nothing  # so that every backend seems to be supported
+    _install_flash_attention_4()
     F.scaled_dot_product_attention = _attention
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps=None: FusedRMSNorm.apply(x, weight)
+    # Kernels are not compared with plain torch: they compute nothing. That of the loss requires
+    # another package.
+    _import_kernels()
+    attention_inputs.supports_rotation_kernels = lambda x: True
+    model_building.verified_kernels = lambda *_: FusedKernels(position_update=True, swiglu=True)
     Module._apply = _apply
     # Adam is fused, as on a GPU.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
@@ -325,6 +340,66 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+class _Kernel:
+    """A Triton kernel that launches nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return a function that takes the kernel's arguments."""
+        return lambda *_, **__: None
+
+
+def _import_kernels() -> None:
+    """Import this project's kernels with a stand-in for Triton, which need not be installed. The
+    functions around the kernels then allocate and save tensors as on a GPU.
+    """
+    language: Any = ModuleType("triton.language")
+    language.constexpr = None
+    triton: Any = ModuleType("triton")
+    triton.language = language
+    triton.jit = lambda function: _Kernel()
+    triton.cdiv = lambda dividend, divisor: -(-dividend // divisor)
+    triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
+
+    # Other libraries need the installed Triton, if there is one.
+    stand_ins = {"triton": triton, "triton.language": language}
+    installed = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules |= stand_ins
+    for name in ("triton_rotation", "triton_position_update", "triton_swiglu"):
+        importlib.import_module(f"megatron_tape.ops.kernels.{name}")
+    for name, module in installed.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
+
+
+def _install_flash_attention_4() -> None:
+    """Make FlashAttention-4 seem to be installed, with `FlashAttention4` as its function."""
+    module: Any = ModuleType(choice.FLASH_ATTN[4])
+    module.flash_attn_func = lambda q, k, v, **_: FlashAttention4.apply(q, k, v)
+    module.has_our_tiles = True
+    sys.modules[module.__name__] = module
+    choice.flash_attn_version = flash.flash_attn_version = lambda device: 4
+
+
+class FlashAttention4(torch.autograd.Function):
+    """Attention that saves the tensors of FlashAttention-4, in its layouts."""
+
+    @staticmethod
+    def forward(ctx, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHE: Tensor) -> Tensor:
+        """Return a tensor like the averages (B, S, H, E), and save what the kernel saves."""
+        B, S, H, _ = q_BSHD.shape
+        output = q_BSHD.new_empty(B, S, H, v_BTHE.shape[-1])
+        log_sums = q_BSHD.new_empty(B, H, S, dtype=torch.float32)
+        ctx.save_for_backward(q_BSHD, k_BTHD, v_BTHE, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors like the gradients of queries, keys and values."""
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 def _apply(module: Module, function: Callable, recurse: bool = True) -> Module:
     """Replace `Module._apply`: apply `function` to the data of parameters and buffers. The original
     would create new fake parameters, but other objects refer to the present ones.
@@ -364,10 +439,10 @@ def _shortened(config: RunConfig) -> RunConfig:
     train = config.train
     plan = Plan(config, dist.get_world_size())
     micro_batches = min(plan.micro_batches, MICRO_BATCHES * plan.pipeline_size)
-    # Triton kernels cannot run on fake tensors.
+    # Only libraries that average values and state in one call are rehearsed as such.
     backend = "torch"
-    if plan.attention.backend == "torch_wide":
-        backend = "torch_wide"
+    if any(averages_in_one_call(plan, layer) for layer in range(plan.model.num_layers)):
+        backend = plan.attention.backend
     elif lacks("torch", plan.encoding.needs):
         backend = "tiled"
     changes = {
