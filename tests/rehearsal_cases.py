@@ -129,7 +129,7 @@ def mistakes():
         return norm(self, hidden_states)
 
     def keeps_in_update(z, rounded, u, *others):
-        return update(z, rounded, u.float().exp().to(u.dtype), *others)
+        return update(z, rounded, u.double().exp().to(u.dtype), *others)
 
     def to_heads(self, x_sBN):
         whole = gather_from_sequence_parallel_region(x_sBN.contiguous(), group=self.model_group)
@@ -150,7 +150,9 @@ def mistakes():
             (RMSNorm, "forward", reads),
             (RotaryPosition, constant, copied),
         ],
-        "two_tensors_kept_by_the_update": [(triton_position_update, "update", keeps_in_update)],
+        "a_tensor_in_fp64_kept_by_the_update": [
+            (triton_position_update, "update", keeps_in_update)
+        ],
         "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_of_the_state": [
             (gradients, "sum_over_group", over_data),
             (RMSNorm, "forward", keeps),

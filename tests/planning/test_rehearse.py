@@ -14,8 +14,7 @@ from pretrain import rehearse as command
 
 WAITS = "an_item_and_a_copy_in_a_layer"
 COSTS = "a_collective_in_the_wrong_group_a_buffer_kept_twice_and_an_all_gather_of_the_state"
-
-UPDATE = "two_tensors_kept_by_the_update"
+UPDATE = "a_tensor_in_fp64_kept_by_the_update"
 
 
 def rehearsed(which, folder):
