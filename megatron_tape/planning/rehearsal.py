@@ -382,15 +382,16 @@ def _install_flash_attention_4() -> None:
 
 
 class FlashAttention4(torch.autograd.Function):
-    """Attention that saves the tensors of FlashAttention-4, in its layouts."""
+    """Attention of (B, S, H, D) or packed (tokens, H, D) that saves the tensors of
+    FlashAttention-4, in its layouts.
+    """
 
     @staticmethod
-    def forward(ctx, q_BSHD: Tensor, k_BTHD: Tensor, v_BTHE: Tensor) -> Tensor:
-        """Return a tensor like the averages (B, S, H, E), and save what the kernel saves."""
-        B, S, H, _ = q_BSHD.shape
-        output = q_BSHD.new_empty(B, S, H, v_BTHE.shape[-1])
-        log_sums = q_BSHD.new_empty(B, H, S, dtype=torch.float32)
-        ctx.save_for_backward(q_BSHD, k_BTHD, v_BTHE, output, log_sums)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return a tensor like the averages, as wide as `v`, and save what the kernel saves."""
+        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, log_sums)
         return output
 
     @staticmethod
