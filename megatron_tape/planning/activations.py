@@ -309,8 +309,6 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
         returned = heads  # the outputs that the other context-parallel ranks return
 
     if averages_in_one_call(plan, layer):
-        # The averages of values and states are one tensor; the output projection keeps a copy.
-        returned = heads
         if grouped and plan.attention.backend == "flash_attn":
             keys = heads  # repeated for each query head
         if not learns_rotation:

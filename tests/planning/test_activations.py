@@ -99,6 +99,7 @@ def flash_attn_4(monkeypatch):
     module = ModuleType("flash_attn.cute.interface")
     module.has_our_tiles = True
     module.flash_attn_func = lambda *tensors, **options: FlashAttention4.apply(*tensors)
+    module.flash_attn_varlen_func = module.flash_attn_func
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash, "flash_attn_version", lambda device: 4)
@@ -123,6 +124,27 @@ def test_saved_activations_with_flash_attention_4_equal_the_estimate(
     built, _ = build(model, recompute=recompute, dtype=torch.bfloat16, fused=fused_kernels)
     saved = saved_bytes(built, model)
     assert on_cpu(model, 2, "bf16", recompute) == pytest.approx(saved, rel=0.004)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("encoding", ["rope", "nope"])
+def test_saved_activations_of_documents_with_flash_attention_4_equal_the_estimate(
+    flash_attn_4, encoding, groups, qk_norm, batch, recompute
+):
+    model = small_model(
+        position_encoding=encoding,
+        num_query_groups=groups,
+        qk_norm=qk_norm,
+        kv_channels=64,
+        attention_backend="flash_attn",
+    )
+    built, _ = build(model, recompute=recompute, dtype=torch.bfloat16)
+    saved = saved_bytes(built, model, batch, packed=True)
+    estimate = on_cpu(model, batch, "bf16", recompute, data__reset_attention_mask=True)
+    assert estimate == pytest.approx(saved, rel=0.004)
 
 
 def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_little():
