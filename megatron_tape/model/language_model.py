@@ -124,11 +124,15 @@ class LanguageModel(torch.nn.Module):
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
+        self._joins_values = False
+        """Whether attention averages values and position state as one tensor, except within
+        documents or segments, and the state reaches it without a copy.
+        """
         # A layer's update may write the state into the next layer's [v | z], but only if attention
         # reads that very memory. Activation checkpointing passes on only the state, and an
         # all-to-all copies it.
         if self.recompute == "none" and self.token_layout.sequence_shards == 1:
-            self.encoding.joins_values = averages_one_value(
+            self._joins_values = averages_one_value(
                 self.attention_backend, torch.device(device), model_config.head_dim
             )
 
@@ -221,6 +225,9 @@ class LanguageModel(torch.nn.Module):
         attention_packing: Packing | ShiftedSegments | None = packing
         if self.shifted_sparse and self.training:
             attention_packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
+        # Within documents and segments, backends average values and state in two calls. Memory for
+        # both would only be kept longer.
+        self.encoding.joins_values = self._joins_values and attention_packing is None
 
         recomputes = self.recompute != "none" and self.training
         # The recorder keeps each layer's attention from the forward pass, and returns it when the

@@ -339,9 +339,9 @@ class TapePosition(RotaryPosition):
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
-        # The next layer's attention needs [v | z] only if it averages the state.
-        next_averages = self.updates(layer + 1)
-        if self.joins_values and update is fused_update and next_averages:
+        # The next layer's attention averages the result itself, unless it is rescaled.
+        is_averaged = self.updates(layer + 1) and self.settings.state_norm == "none"
+        if self.joins_values and update is fused_update and is_averaged:
             update = partial(update, join=True)
         by_token_new = update(by_token(z), u, gate, *matrices, by_token(rounded))
 
