@@ -232,7 +232,7 @@ class ScatteredGradients:
             place.add_(flat_gradient)
             return
 
-        # This gradient is that of the next micro-batch.
+        # A second gradient of the parameter, usually that of the next micro-batch.
         if parameter in self._small:
             self._add_small()
         self._small[parameter] = place, flat_gradient
