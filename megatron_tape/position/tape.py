@@ -322,16 +322,19 @@ class TapePosition(RotaryPosition):
             """Return a state (S, B, G or 1, D) as (S * B, G, D)."""
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
+        z = self.state_tensor(state)
         # The update reads the rounded tensor that attention has read, so that autograd saves only
         # one. If an all-to-all has moved that of attention, the state is rounded again.
         if isinstance(state, UpdatedState):
-            z = state.state
             rounded = state.for_update
+        elif state.dtype == u.dtype:
+            # The state itself: gradients of attention are then summed before that of the update is
+            # added, as for `UpdatedState`.
+            rounded = state
+        elif self.token_layout.sequence_shards > 1:
+            rounded = state.to(u.dtype)
         else:
-            z = state
             rounded = inputs.z_TBGD
-            if self.token_layout.sequence_shards > 1:
-                rounded = state.to(u.dtype)
 
         gate_input = attention_output_sBC
         if self.settings.gate_input == "mlp":

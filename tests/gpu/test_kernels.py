@@ -75,7 +75,11 @@ def check_of(name, shapes, dtype):
     if name in checks:
         return checks[name]
 
-    inputs = checks["attention"].inputs
+    qkv, z = checks["attention"].inputs
+    heads_per_group = shapes.heads // shapes.groups
+    q, k, v = qkv.split([heads_per_group * shapes.head_dim, *[shapes.head_dim] * 2], dim=-1)
+    inputs = [q.reshape(*q.shape[:2], shapes.heads, shapes.head_dim), k, v, z]
+    inputs = [x.contiguous() for x in inputs]
     if name == "attention of one query to a cache":
         inputs = [inputs[0][:1], *inputs[1:]]
         return Check(partial(attend, "triton", False), partial(attend, "torch", False), inputs)
