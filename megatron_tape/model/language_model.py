@@ -133,7 +133,10 @@ class LanguageModel(torch.nn.Module):
         # all-to-all copies it.
         if self.recompute == "none" and self.token_layout.sequence_shards == 1:
             self._joins_values = averages_one_value(
-                self.attention_backend, torch.device(device), model_config.head_dim
+                self.attention_backend,
+                torch.device(device),
+                model_config.head_dim,
+                grouped=model_config.query_groups < model_config.num_attention_heads,
             )
 
         if layers is None:

@@ -309,8 +309,8 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
         returned = heads  # the outputs that the other context-parallel ranks return
 
     if averages_in_one_call(plan, layer):
-        if grouped and plan.attention.backend == "flash_attn":
-            keys = heads  # repeated for each query head
+        if _repeats_groups(plan):
+            keys = heads
         if not learns_rotation:
             # The original values, and queries and keys before their rotation, are not kept.
             normed = 0
@@ -342,15 +342,17 @@ def _value_heads(plan: Plan, layer: int, heads: int, groups: int) -> int:
         kept += groups
 
     if averages_in_one_call(plan, layer):
-        is_repeated = heads > groups and plan.attention.backend == "flash_attn"
-        if is_repeated:
-            # [v | z] is repeated for each query head.
-            kept += 2 * heads
-        # The repeated tensor replaces [v | z] of the groups, unless the rotation and the update
-        # keep the state in it.
-        if is_joined or not is_repeated:
-            kept += 2 * groups
+        kept += 2 * (heads if _repeats_groups(plan) else groups)
     return kept
+
+
+def _repeats_groups(plan: Plan) -> bool:
+    """Return whether one call for [v | z] gets copies of keys and of this tensor for each query
+    head.
+    """
+    model = plan.model
+    is_grouped = model.query_groups < model.num_attention_heads
+    return is_grouped and plan.attention.backend == "flash_attn"
 
 
 def _is_state_joined(plan: Plan, layer: int) -> bool:
@@ -362,7 +364,7 @@ def _is_state_joined(plan: Plan, layer: int) -> bool:
     if previous not in plan.contents.layers or not plan.encoding.updates(previous):
         return False
     # Activation checkpointing keeps the state for the next layer, and an all-to-all copies it.
-    if plan.recomputes or plan.batch.head_shards > 1:
+    if plan.recomputes or plan.batch.head_shards > 1 or _repeats_groups(plan):
         return False
     return averages_in_one_call(plan, layer)
 

@@ -97,10 +97,10 @@ def gradient_norm(
         else:
             replicated.append(gradient)
 
-    squares = _sum_of_squares(sharded, layout.device)
+    squares = sum_of_squares(sharded, layout.device)
     # All tensor-parallel ranks have the replicated gradients. Each adds an equal share, so that the
     # sum over the ranks counts them once.
-    replicated_squares = _sum_of_squares(replicated, layout.device)
+    replicated_squares = sum_of_squares(replicated, layout.device)
     squares += replicated_squares / layout.tensor_parallel_size
 
     # In fp32, a sum that is too large becomes infinite, and so does the norm. Adam's second moments
@@ -110,7 +110,7 @@ def gradient_norm(
     return total.sqrt()
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, in fp64."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -238,7 +238,7 @@ class GradientNorms(Hook):
         import torch
 
         from megatron_tape.parallel.partitions import is_sharded
-        from megatron_tape.training.gradients import local_gradient
+        from megatron_tape.training.gradients import local_gradient, sum_of_squares
 
         layout = engine.layout
         gradients: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
@@ -252,11 +252,7 @@ class GradientNorms(Hook):
 
         sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
         for column, kind_gradients in enumerate(gradients.values()):
-            if not kind_gradients:
-                continue
-            norms = torch.stack(torch._foreach_norm(kind_gradients))
-            norms = norms.to(layout.device, torch.float64)
-            sums[0, column] = norms.square().sum()
+            sums[0, column] = sum_of_squares(kind_gradients, layout.device)
             sums[1, column] = len(kind_gradients)
         self._sums = sums
 

@@ -9,7 +9,7 @@ from models import build, random_batch, small_model
 from megatron_tape.config.schema import ExtensionConfig, OptimizerConfig
 from megatron_tape.model.names import KINDS, MATRICES, kind_of
 from megatron_tape.training.engine import Engine
-from megatron_tape.training.gradients import _sum_of_squares
+from megatron_tape.training.gradients import sum_of_squares
 from megatron_tape.training.model_building import freeze_parameters
 from megatron_tape.training.optimizer import parameter_groups
 
@@ -207,7 +207,7 @@ def test_the_gradient_norm_is_that_of_all_averaged_gradients_in_fp64(case, zero_
 def test_squares_of_many_elements_are_summed_in_fp64():
     numbers = torch.full((2**24 + 1,), 0.001)
     value = numbers[0].item()
-    total = _sum_of_squares([numbers, numbers[:3]], numbers.device)
+    total = sum_of_squares([numbers, numbers[:3]], numbers.device)
     assert total.item() == pytest.approx((2**24 + 4) * value**2, rel=1e-9)
 
 

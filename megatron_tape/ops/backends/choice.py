@@ -197,14 +197,20 @@ def takes_wide_value(device: torch.device, head_dim: int) -> bool:
     return head_dim in FLASH_ATTN_4_WIDE[generation(device)]
 
 
-def averages_one_value(backend: str, device: torch.device, head_dim: int) -> bool:
-    """Return whether the backend passes values and position state to a library as one tensor
-    [v | z].
+def averages_one_value(
+    backend: str,
+    device: torch.device,
+    head_dim: int,
+    grouped: bool,
+) -> bool:
+    """Return whether the backend passes the values and the position state of each group to a
+    library as one tensor [v | z].
 
-    The backend triton does not: its own kernel joins them.
+    `grouped` is whether query heads share keys and values: FlashAttention-4 then gets copies for
+    each head. The backend triton does not: its own kernel joins them.
     """
     if backend == "flash_attn":
-        return takes_wide_value(device, head_dim)
+        return takes_wide_value(device, head_dim) and not grouped
     return backend == "torch_wide"
 
 
