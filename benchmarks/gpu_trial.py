@@ -249,7 +249,7 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
                     yield f"{result['shape']} {candidate}", why
         for rival, why in results.get("rejected_rivals", {}).items():
             yield f"{rival} in {name}", why
-        for result in results_by_batch(name, results).values():
+        for result in (results, *results.get("batches", {}).values()):
             for model, why in result.get("failed_profiles", {}).items():
                 yield f"profile of {model} in {name}", why
         for test, outcome in results.get("tests", {}).items():
