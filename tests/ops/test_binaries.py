@@ -35,13 +35,23 @@ SPILLS = {
         "_forward 128": 184,
         "_backward_keys 64": 104,
         "_backward_queries 128": 104,
-        "_update_backward 128": 200,
+        "_update_backward 128": 232,
     },
-    86: {"_backward_keys 64": 24, "_update_backward 128": 96},
-    89: {"_backward_keys 64": 24, "_update_backward 128": 96},
-    90: {"_update_backward 128": 88},
-    100: {"_backward_queries 128": 8, "_update_backward 128": 96, "_form_matrices 64": 16},
-    120: {"_backward_keys 64": 120, "_update_backward 128": 160, "_form_matrices 64": 24},
+    86: {
+        "_backward_keys 64": 24,
+        "_form_matrices 64": 16,
+        "_update 128": 32,
+        "_update_backward 128": 136,
+    },
+    89: {
+        "_backward_keys 64": 24,
+        "_form_matrices 64": 16,
+        "_update 128": 32,
+        "_update_backward 128": 136,
+    },
+    90: {"_update 128": 24, "_update_backward 128": 144},
+    100: {"_backward_queries 128": 8, "_form_matrices 64": 16, "_update_backward 128": 168},
+    120: {"_backward_keys 64": 120, "_form_matrices 64": 24, "_update_backward 128": 184},
 }
 """Bytes of registers that each thread may spill, by compute capability and by kernel and head
 dimension; 0 for other kernels. Each is the largest number of the cases in `MORE`, with Triton 3.6
