@@ -40,7 +40,9 @@ _RANGE_CATEGORIES = ("cpu_op", _USER_RANGE)
 # Such as cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx and hipModuleLaunchKernel.
 _LAUNCH = re.compile(r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch")
 _COMMUNICATION = "communication"
+_ACCUMULATION = "gradient accumulation"
 _COPIES = "copies and casts"
+_PRODUCTS = "matrix products"
 _ELEMENTWISE = "other elementwise"
 
 
@@ -76,7 +78,7 @@ NAMES = _rules(
     ("norms", r"(layer|rms)_?norm|GammaBeta"),
     (OPTIMIZER, r"multi_tensor_apply|adam"),
     (
-        "matrix products",
+        _PRODUCTS,
         r"gemm|gemv|nvjet|xmma|cutlass|splitk|wgmma|cublas|^cijk_|triton_tem_fused_(add)?(mm|bmm)"
         r"|^aten::(mm|addmm|bmm|baddbmm|addmm_|addbmm|mv|dot|matmul|linear)$",
     ),
@@ -92,28 +94,29 @@ NAMES = _rules(
     flags=re.IGNORECASE,
 )
 
-# For kernels that copy, or are elementwise, or that no rule above knows: patterns of the names of
+# For kernels that copy, or are elementwise, or that no rule above knows, and for matrix products
+# within attention and the position update: patterns of the names of
 # the enclosing operations, among them our autograd functions. The innermost operation that a
 # pattern matches decides.
 OPERATIONS = _rules(
     ("loss", r"_LinearCrossEntropy|cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax"),
     ("position update", r"_(Compact)?Update(Backward)?$"),
-    ("rotation", r"_RotatedAndJoined|_Halves|_Split(Backward)?$|_Phases|_WithModulus"),
+    ("rotation", r"_RotatedAndJoined|_Split(Backward)?$|_Phases|_WithModulus"),
     ("attention", r"[aA]ttention|FlashAttn"),
     ("activation", r"SwiGLU"),
     ("norms", r"rms_norm|layer_norm|RmsNorm|RMSNorm|LayerNorm"),
-    ("gradient accumulation", r"AccumulateGrad"),
+    (_ACCUMULATION, r"AccumulateGrad"),
 )
 
 CLASSES = (
     "attention",
     "position update",
     "rotation",
-    "matrix products",
+    _PRODUCTS,
     "norms",
     "activation",
     "loss",
-    "gradient accumulation",
+    _ACCUMULATION,
     OPTIMIZER,
     _COMMUNICATION,
     _COPIES,
@@ -253,10 +256,18 @@ def kernel_class(name: str, phase: str = NO_PHASE, enclosing: Iterable[str] = ()
     # The optimizer's kernels are mostly elementwise: norms, casts and fills of all weights.
     if phase == OPTIMIZER:
         return OPTIMIZER
-    if kind not in (_COPIES, _ELEMENTWISE, None):
+    # Small gradients are added together by a kernel for many tensors, as in an optimizer.
+    if kind == OPTIMIZER and phase != NO_PHASE:
+        return _ACCUMULATION
+    if kind not in (_COPIES, _ELEMENTWISE, _PRODUCTS, None):
         return kind
+
     for operation in reversed(list(enclosing)):
-        if specific := _first_match(OPERATIONS, operation):
+        specific = _first_match(OPERATIONS, operation)
+        # Other products, such as those of the output layer, are a class of their own.
+        if kind == _PRODUCTS and specific not in ("attention", "position update"):
+            continue
+        if specific is not None:
             return specific
     return kind or OTHER
 

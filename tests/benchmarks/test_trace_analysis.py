@@ -246,6 +246,12 @@ def test_operations_and_phases_decide_for_elementwise_kernels():
     assert kernel_class(ELEMENTWISE, "backward", [attention, "_Update"]) == "position update"
     gemm = "sm90_xmma_gemm_bf16bf16"
     assert kernel_class(gemm, "forward", ["_LinearCrossEntropy"]) == "matrix products"
+    assert kernel_class(gemm, "backward", ["_UpdateBackward"]) == "position update"
+    assert kernel_class("aten::matmul", "forward", ["_TiledAttention"]) == "attention"
+    # Small gradients are accumulated by the kernel that optimizers use, too.
+    accumulation = "void at::native::multi_tensor_apply_kernel<...>"
+    assert kernel_class(accumulation, "backward") == "gradient accumulation"
+    assert kernel_class(accumulation, "optimizer") == "optimizer"
     assert kernel_class(ELEMENTWISE, "optimizer", [attention]) == "optimizer"
     assert kernel_class("ncclDevKernel_AllGather", "optimizer") == "communication"
 
