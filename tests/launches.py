@@ -55,8 +55,9 @@ class CountLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         operation = function._schema.name
         namespace, _, name = operation.partition("::")
-        # `prim::device` and the like return properties of a tensor.
-        is_query = namespace == "prim"
+        # `prim::device` and the like return properties of a tensor, and the profiler's operations
+        # mark ranges.
+        is_query = namespace in ("prim", "profiler")
         if not is_query and not function.is_view and name not in WITHOUT_LAUNCH:
             self.counts[operation] += 1
         return function(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from torch.autograd.function import Function
 
 from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import FusedKernels
-from megatron_tape.ops import attention, attention_inputs
+from megatron_tape.ops import attention, attention_inputs, linear_cross_entropy
 from megatron_tape.ops.backends import choice, sdpa_wide
 from megatron_tape.training import gradients
 from megatron_tape.training.engine import Engine
@@ -54,9 +54,21 @@ class LibraryNorm(Function):
         return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-def launches_of_a_step(encoding, backend, layers, grouped):
-    """Return the launches of a training step, of one micro-batch, by operation. With `grouped`, two
-    query heads share keys and values.
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Backends, kernels and small gradients as on a GPU where torch has cuDNN."""
+    for module in (choice, model_backend, attention):
+        monkeypatch.setattr(module, "unsupported", lambda *arguments: None)
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
+    # In this small model, as in a large one, only norms and matrices that do not have the hidden
+    # size as an axis must count as small.
+    monkeypatch.setattr(gradients, "SMALL", 500)
+
+
+def launches_of_a_step(encoding, backend, layers, grouped=False, micro_batches=1):
+    """Return the launches of the second training step by operation. With `grouped`, two query heads
+    share keys and values.
     """
     model = small_model(
         position_encoding=encoding,
@@ -66,9 +78,16 @@ def launches_of_a_step(encoding, backend, layers, grouped):
         num_attention_heads=4,
         num_query_groups=2 if grouped else 4,
     )
-    kernels = FusedKernels(position_update=True, swiglu=True)
+    kernels = FusedKernels(position_update=True, swiglu=True, loss=True)
     built, layout = build(model, dtype=torch.bfloat16, fused=kernels)
-    engine = Engine(built, make_alone(model, train__precision="bf16"), layout)
+    config = make_alone(
+        model,
+        train__precision="bf16",
+        train__micro_batch_size=2,
+        train__global_batch_size=2 * micro_batches,
+    )
+    engine = Engine(built, config, layout)
+    batches = [random_batch(seed, batch=2) for seed in range(micro_batches)]
     launches = CountLaunches()
 
     def library_attention(q, k, v, **options):
@@ -80,10 +99,13 @@ def launches_of_a_step(encoding, backend, layers, grouped):
     with (
         mock.patch.object(F, "scaled_dot_product_attention", library_attention),
         mock.patch.object(F, "rms_norm", library_norm),
-        launches,
         counting_triton(launches),
     ):
-        engine.train_step([random_batch(1)], 0.01)
+        # The first step creates the optimizer's state.
+        engine.train_step(batches, 0.01)
+        launches.counts.clear()
+        with launches:
+            engine.train_step(batches, 0.01)
     engine.close()
     return launches.counts
 
@@ -99,20 +121,25 @@ def launches_of_a_step(encoding, backend, layers, grouped):
         ("tape", "triton", False, 46),
     ],
 )
-def test_a_layer_launches_few_kernels(monkeypatch, encoding, backend, grouped, expected):
+def test_a_layer_launches_few_kernels(on_gpu, encoding, backend, grouped, expected):
     """`expected` is the number for a layer and a micro-batch, forward and backward: the update of
     the weights launches nothing for each layer. With grouped queries, two more operations copy the
     queries and concatenate the gradients.
     """
-    # Choose backends and kernels as on a GPU where torch has cuDNN.
-    for module in (choice, model_backend, attention):
-        monkeypatch.setattr(module, "unsupported", lambda *arguments: None)
-    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
-    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
-    # In this small model, as in a large one, only norms and matrices that do not have the hidden
-    # size as an axis must count as small.
-    monkeypatch.setattr(gradients, "SMALL", 500)
     of_4_layers = launches_of_a_step(encoding, backend, 4, grouped)
     of_3_layers = launches_of_a_step(encoding, backend, 3, grouped)
     of_a_layer = of_4_layers - of_3_layers
     assert of_a_layer.total() == expected, of_a_layer
+
+
+@pytest.mark.parametrize(
+    "encoding, backend, expected",
+    [("rope", "torch", 2074), ("tape", "torch_wide", 2698)],
+)
+def test_a_step_of_the_155m_model_launches_few_kernels(
+    on_gpu, monkeypatch, encoding, backend, expected
+):
+    """12 layers, four micro-batches, and the loss of each in four chunks."""
+    monkeypatch.setattr(linear_cross_entropy, "chunk_size", lambda *arguments: 8)
+    launches = launches_of_a_step(encoding, backend, layers=12, micro_batches=4)
+    assert launches.total() == expected, launches

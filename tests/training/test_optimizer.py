@@ -211,9 +211,9 @@ def test_squares_of_many_elements_are_summed_in_fp64():
     assert total.item() == pytest.approx((2**24 + 4) * value**2, rel=1e-9)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage, expected", [(1, 63), (2, 63), (3, 59)])
 @pytest.mark.parametrize("encoding", ["rope", "tape"])
-def test_an_update_launches_no_kernel_for_each_parameter(encoding, zero_stage):
+def test_an_update_launches_no_kernel_for_each_parameter(encoding, zero_stage, expected):
     # As many parameters as in the 155M model.
     model = small_model(position_encoding=encoding, num_layers=12)
     engine = small_engine(zero_stage, precision="bf16", model=model)
@@ -224,6 +224,8 @@ def test_an_update_launches_no_kernel_for_each_parameter(encoding, zero_stage):
         with launches:
             update()
 
+    # The first step creates the optimizer's state.
+    engine.train_step([random_batch(1)], 0.01)
     engine.deepspeed_engine.step = count_launches
     assert not engine.train_step([random_batch(1)], 0.01).skipped
-    assert 0 < launches.total < 100
+    assert launches.total == expected, launches.counts
