@@ -52,6 +52,7 @@ CLASSES_BY_FILE = {
     "triton_attention": "attention",
     "triton_position_update": "position update",
     "triton_rotation": "rotation",
+    "triton_split": "rotation",
     "triton_swiglu": "activation",
 }
 """The class of the kernels in each file of `KERNELS`."""

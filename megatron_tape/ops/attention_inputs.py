@@ -77,7 +77,7 @@ def split(x_SBHE: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
     """
     if supports_rotation_kernels(x_SBHE):
         # Imported here, since Triton is installed only on some systems.
-        from megatron_tape.ops.kernels.triton_rotation import split as split_with_kernel
+        from megatron_tape.ops.kernels.triton_split import split as split_with_kernel
 
         return split_with_kernel(x_SBHE, widths)
     return x_SBHE.split(widths, dim=-1)

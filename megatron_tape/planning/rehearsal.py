@@ -364,7 +364,7 @@ def _import_kernels() -> None:
     stand_ins = {"triton": triton, "triton.language": language}
     installed = {name: sys.modules.get(name) for name in stand_ins}
     sys.modules |= stand_ins
-    for name in ("triton_rotation", "triton_position_update", "triton_swiglu"):
+    for name in ("triton_rotation", "triton_split", "triton_position_update", "triton_swiglu"):
         importlib.import_module(f"megatron_tape.ops.kernels.{name}")
     for name, module in installed.items():
         del sys.modules[name]

@@ -131,18 +131,18 @@ def launch_attention(
 
 def launch_rotation(dim, heads, groups):
     """Launch the kernels before and after attention of a library, forward and backward."""
-    from megatron_tape.ops.kernels import triton_rotation
+    from megatron_tape.ops.kernels import triton_rotation, triton_split
 
     def draw(heads, width):
         return torch.empty(64, 2, heads, width, dtype=BF16, requires_grad=True)
 
     widths = [heads // groups * dim, dim, dim]
-    q, k, v = triton_rotation.split(draw(groups, sum(widths)), widths)
+    q, k, v = triton_split.split(draw(groups, sum(widths)), widths)
     q = q.reshape(64, 2, heads, dim)
     joined = draw(groups, 2 * dim).detach()
     z = joined[..., dim:].requires_grad_()
     prepared = triton_rotation.rotated_and_joined(q, k, v, z, True, joined)
-    averages = triton_rotation.split(draw(heads, 2 * dim), [dim, dim])
+    averages = triton_split.split(draw(heads, 2 * dim), [dim, dim])
     for outputs in (prepared, averages):
         torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
 

@@ -21,6 +21,7 @@ from megatron_tape.ops.kernels import (
     triton_attention,
     triton_position_update,
     triton_rotation,
+    triton_split,
     triton_swiglu,
 )
 from megatron_tape.ops.packing import Packing
@@ -484,7 +485,7 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     if batch_first:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     x.requires_grad_()
-    o, u = triton_rotation.split(x, [20, 20])
+    o, u = triton_split.split(x, [20, 20])
     slopes = (
         draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(
             2,
@@ -501,10 +502,10 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
 def test_gradients_of_long_sequences_with_many_heads_per_group_are_joined(monkeypatch):
     """Only the first axis of CUDA's grids may have more than 65535 programs."""
     join = mock.MagicMock()
-    monkeypatch.setattr(triton_rotation, "_join", join)
+    monkeypatch.setattr(triton_split, "_join", join)
     widths = [8 * 128, 128, 128]
     x = torch.empty(2**17, 1, 8, sum(widths), device="meta", requires_grad=True)
-    parts = triton_rotation.split(x, widths)
+    parts = triton_split.split(x, widths)
     torch.autograd.backward(parts, [torch.empty_like(part) for part in parts])
     ((grid,), _) = join.__getitem__.call_args
     assert max(grid[1:], default=1) < 2**16
@@ -518,9 +519,9 @@ def test_the_gradient_of_a_projection_is_written_once(monkeypatch, groups, learn
     tensor; with grouped queries, one kernel concatenates them.
     """
     monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
-    join = mock.MagicMock(wraps=triton_rotation._join)
-    join.__getitem__.side_effect = triton_rotation._join.__getitem__
-    monkeypatch.setattr(triton_rotation, "_join", join)
+    join = mock.MagicMock(wraps=triton_split._join)
+    join.__getitem__.side_effect = triton_split._join.__getitem__
+    monkeypatch.setattr(triton_split, "_join", join)
     qkv = draw(33, 2, groups, (4 // groups + 2) * 32, dtype=FP32, seed=1)
     widths = [4 // groups * 32, 32, 32]
     z = draw(33, 2, groups, 32, dtype=FP32, seed=2)
@@ -578,7 +579,7 @@ def test_the_update_writes_the_gradient_of_the_average_into_that_of_both(monkeyp
     halves = []
 
     def empty(u):
-        halves.append(triton_rotation.empty_next_to_left_half(u))
+        halves.append(triton_split.empty_next_to_left_half(u))
         return halves[-1]
 
     monkeypatch.setattr(triton_position_update, "empty_next_to_left_half", empty)

@@ -25,10 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from megatron_tape.ops.kernels.triton_rotation import (
-    empty_next_to_left_half,
-    last_contiguous,
-)
+from megatron_tape.ops.kernels.triton_rotation import last_contiguous
+from megatron_tape.ops.kernels.triton_split import empty_next_to_left_half
 
 PROGRAMS = 16
 """Maximum number of programs per multiprocessor."""
