@@ -14,7 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, POINTWISE, ROTATION, lacks
+from megatron_tape.ops.backends import (
+    AVERAGE,
+    BACKENDS,
+    BIAS,
+    GATE,
+    POINTWISE,
+    ROTATION,
+    WINDOW,
+    lacks,
+)
 from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.ops.bias import gates_as_bias
 
@@ -34,7 +43,7 @@ def attention(
     """Return the averages o and u (see `attend`), for tensors instead of `AttentionInputs`.
 
     `fields` holds the other fields of `AttentionInputs` by name, such as `average_state` and
-    `packing`.
+    `visibility`.
     """
     x = AttentionInputs(z_TBGD, q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **fields)
     return attend(x, backend)
@@ -110,6 +119,7 @@ def _needs(x: AttentionInputs) -> Set[str]:
         POINTWISE: x.bias is not None and x.bias.score is not None,
         BIAS: x.bias is not None and x.bias.score is None,
         GATE: x.log_gate_TBH is not None,
+        WINDOW: x.window is not None,
     }
     if x.rescore is not None:
         required[x.rescore.need] = True
@@ -155,9 +165,10 @@ def _check(x: AttentionInputs) -> None:
         shape = tuple(tensor.shape)
         if len(shape) != len(axes) or any(size not in axis for size, axis in zip(shape, axes)):
             raise ValueError(f"{name} has shape {shape}, which does not fit {shapes}")
-    if x.packing is not None and x.packing.bounds_2BT.shape != (2, B, T):
+    if x.visibility is not None and x.visibility.bounds_2BT.shape != (2, B, T):
         raise ValueError(
-            f"document bounds have shape {tuple(x.packing.bounds_2BT.shape)}; expected {(2, B, T)}"
+            f"the bounds of the visible tokens have shape {tuple(x.visibility.bounds_2BT.shape)};"
+            f" expected {(2, B, T)}"
         )
 
     if not q.dtype == k.dtype == v.dtype:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_tape.ops.activation_checkpointing import run_directly
 from megatron_tape.ops.backends.choice import supports_rotation_kernels
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_inputs import PositionInputs
 from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.visibility import Visibility
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class AttentionInputs(PositionInputs):
     q_SBHD: Tensor
     k_TBGD: Tensor
     v_TBGD: Tensor
-    packing: Packing | None = None
-    """Bounds of packed documents, which do not attend to each other; None if each sequence is one
-    document.
+    visibility: Visibility | None = None
+    """Packed documents, which do not attend to each other, and the sliding window. None if each
+    sequence is one document, and tokens attend to all earlier ones.
     """
     rotate: bool = True
     """Whether attention rotates q and k by z; false if they are already rotated."""
@@ -36,6 +36,20 @@ class AttentionInputs(PositionInputs):
     """`run(function, *tensors)` returns `function(*tensors)`; with selective activation
     checkpointing it records and replays the call (`ops.activation_checkpointing`). The naive
     backend ignores it, as does tiled with `rescore`."""
+
+    @property
+    def documents(self) -> Visibility | None:
+        """`visibility` if the sequences consist of documents, else None."""
+        if self.visibility is None or self.visibility.documents_2BT is None:
+            return None
+        return self.visibility
+
+    @property
+    def window(self) -> int | None:
+        """Size of the sliding window, or None."""
+        if self.visibility is None:
+            return None
+        return self.visibility.window
 
     def prepared(self, join: bool = False, fused: bool = True) -> tuple[Tensor, ...]:
         """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is

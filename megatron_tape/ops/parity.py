@@ -17,9 +17,9 @@ from megatron_tape.ops.attention_inputs import split
 from megatron_tape.ops.backends import LIBRARIES
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
 from megatron_tape.ops.swiglu import swiglu
+from megatron_tape.ops.visibility import Visibility
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 """Relative error that is always allowed, since plain torch may be exact by chance for small
@@ -39,6 +39,8 @@ a cuDNN kernel returned NaN (pytorch issue 196678)."""
 
 PACKED = " of packed documents"
 """Suffix of the names of checks with packed documents."""
+WINDOWED = " in a window"
+"""Suffix of the names of checks with a sliding window."""
 
 Outputs = Sequence[Tensor | None]
 Function = Callable[..., Outputs]
@@ -161,6 +163,8 @@ class Shapes:
     reflects: bool = False
     """Whether scores use the reflections of the tokens between query and key (PaTH)."""
     context_parallel_size: int = 1
+    windowed: bool = False
+    """Whether some layers have a sliding window."""
 
     @property
     def heads_and_groups_per_rank(self) -> tuple[int, int]:
@@ -248,15 +252,16 @@ def attention_checks(
             **options,
         )
 
+    with_each_visibility = partial(_with_each_visibility, windowed=shapes.windowed)
     if not shapes.averages:
-        return _with_and_without_packing("", rotate_and_attend, backend, [qkv])
+        return with_each_visibility("", rotate_and_attend, backend, [qkv])
     # The first layer's state needs no gradient and the last layer's is not averaged; both cases
     # have separate kernels.
     average = partial(rotate_and_attend, average_state=True)
     return {
-        **_with_and_without_packing("", average, backend, [qkv, z]),
-        **_with_and_without_packing(" in the first layer", average, backend, [qkv]),
-        **_with_and_without_packing(" in the last layer", rotate_and_attend, backend, [qkv, z]),
+        **with_each_visibility("", average, backend, [qkv, z]),
+        **with_each_visibility(" in the first layer", average, backend, [qkv]),
+        **with_each_visibility(" in the last layer", rotate_and_attend, backend, [qkv, z]),
     }
 
 
@@ -306,14 +311,15 @@ def score_checks(
     D = shapes.head_dim
     qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
     logits = draw(LENGTH, 2, H)
+    with_each_visibility = partial(_with_each_visibility, windowed=shapes.windowed)
     if not shapes.reflects:
-        return _with_and_without_packing(" with gates", _with_gates, backend, [*qkv, logits])
+        return with_each_visibility(" with gates", _with_gates, backend, [*qkv, logits])
 
     tensors = [*qkv, draw(LENGTH, 2, G, D), draw(LENGTH, 2, G)]
     name = " through reflections"
-    without_gates = _with_and_without_packing(name, _with_reflections, backend, tensors)
+    without_gates = with_each_visibility(name, _with_reflections, backend, tensors)
     tensors = [*tensors, logits]
-    return without_gates | _with_and_without_packing(
+    return without_gates | with_each_visibility(
         f"{name} with gates", _with_reflections, backend, tensors
     )
 
@@ -325,14 +331,15 @@ def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., T
     return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def _with_and_without_packing(
+def _with_each_visibility(
     name: str,
     attend: Callable[..., Outputs],
     backend: str,
     inputs: list[Tensor],
+    windowed: bool,
 ) -> dict[str, Check]:
-    """Return checks of `attend(*inputs, backend=..., packing=...)` against naive, without and with
-    packing.
+    """Return checks of `attend(*inputs, backend=..., visibility=...)` against naive: for whole
+    sequences, for documents and, if `windowed`, for a window.
 
     `name` is the part of the checks' names that follows "attention".
     """
@@ -342,9 +349,14 @@ def _with_and_without_packing(
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     documents = torch.arange(length, device=device) >= starts
     checks = {}
-    for suffix, packing in (("", None), (PACKED, Packing.of(documents))):
-        ours = partial(attend, backend=backend, packing=packing)
-        plain = partial(attend, backend="naive", packing=packing)
+    visibilities = {"": None, PACKED: Visibility.of(documents)}
+    if windowed:
+        # Queries attend to some keys of an earlier tile, but not to all.
+        whole = Visibility.of_whole(documents.long())
+        visibilities[WINDOWED] = whole.with_window(length // 3)
+    for suffix, visibility in visibilities.items():
+        ours = partial(attend, backend=backend, visibility=visibility)
+        plain = partial(attend, backend="naive", visibility=visibility)
         checks[f"attention{name}{suffix}"] = Check(ours, plain, inputs)
     return checks
 
@@ -352,7 +364,7 @@ def _with_and_without_packing(
 def _with_gates(*tensors: Tensor, **options: Any) -> Outputs:
     """Return attention with forget gates; `tensors` are q, k, v and the logits of the gates.
 
-    `options` are `backend` and `packing`.
+    `options` are `backend` and `visibility`.
     """
     *qkv, logits = tensors
     return attention(*qkv, log_gate_TBH=_gates(logits), **options)
@@ -366,7 +378,7 @@ def _gates(logits: Tensor) -> Tensor:
 def _with_reflections(
     *tensors: Tensor,
     backend: str,
-    packing: Packing | None,
+    visibility: Visibility | None,
 ) -> Outputs:
     """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and,
     optionally, of gates.
@@ -388,7 +400,7 @@ def _with_reflections(
 
     if backend == "naive":
         reflections = replace(reflections, prepare=prepare_rounded)
-    fields: dict[str, Any] = {"packing": packing, "rescore": reflections}
+    fields: dict[str, Any] = {"visibility": visibility, "rescore": reflections}
     if gate_logits:
         fields["log_gate_TBH"] = _gates(gate_logits[0])
     return attention(q, k, v, backend=backend, **fields)

@@ -22,6 +22,13 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     return torch.cat([real, imaginary], dim=-1)
 
 
+def inverse(z: Tensor) -> Tensor:
+    """Return 1 / z for complex pairs (..., D)."""
+    z_re, z_im = z.chunk(2, dim=-1)
+    squared_modulus = z_re.square() + z_im.square()
+    return torch.cat([z_re / squared_modulus, -z_im / squared_modulus], dim=-1)
+
+
 def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     """Return the heads (S, B, H, D) of queries or keys, each rotated by the state of its group; G
     may be 1.

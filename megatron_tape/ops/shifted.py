@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_tape.ops.attention import attend
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.visibility import Visibility
 
 SEGMENTS = 4
 """Segments per sequence."""
@@ -27,9 +27,9 @@ SEGMENTS = 4
 class ShiftedSegments:
     """The segments of a batch, computed once and used by every layer."""
 
-    plain: Packing
+    plain: Visibility
     """The segments of the key/value groups that are not shifted."""
-    shifted: Packing
+    shifted: Visibility
     """The segments of the shifted key/value groups."""
     unshifted_groups: int
     """Number of this rank's key/value groups that are not shifted; they come first."""
@@ -38,11 +38,11 @@ class ShiftedSegments:
     def of(
         cls,
         tokens_BT: Tensor,
-        packing: Packing | None,
+        documents: Visibility | None,
         unshifted_groups: int,
     ) -> "ShiftedSegments":
-        """Return the segments of a batch of token ids; segments also end where a document of
-        `packing` ends.
+        """Return the segments of a batch of token ids; segments also end where one of
+        the `documents` ends.
 
         Raises ValueError if the sequences cannot be divided into half segments.
         """
@@ -56,20 +56,28 @@ class ShiftedSegments:
         # The bounds of each token's document. They are tensors (B, T) if there are documents;
         # otherwise each sequence is one document.
         document_starts, document_ends = 0, T
-        if packing is not None:
-            document_starts, document_ends = packing.bounds_2BT
+        if documents is not None:
+            document_starts, document_ends = documents.documents_2BT
 
-        def shifted_by(shift: int) -> Packing:
+        def shifted_by(shift: int) -> Visibility:
             """Return the segments whose bounds are `shift` tokens before multiples of `length`."""
             starts = (tokens + shift) // length * length - shift
             ends = starts + length
             bounds = starts.clamp(min=document_starts), ends.clamp(max=document_ends)
-            return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
+            return Visibility.within(torch.stack([x.expand(B, T) for x in bounds]).int())
 
         return cls(
             plain=shifted_by(0),
             shifted=shifted_by(length // 2),
             unshifted_groups=unshifted_groups,
+        )
+
+    def with_window(self, window: int) -> "ShiftedSegments":
+        """Return the same segments, in which tokens attend only to the last `window` tokens."""
+        return replace(
+            self,
+            plain=self.plain.with_window(window),
+            shifted=self.shifted.with_window(window),
         )
 
 
@@ -105,12 +113,12 @@ def attend_in_segments(
     G = x.k_TBGD.shape[2]
     # Under tensor parallelism, all groups of a rank may be shifted, or none of them.
     if unshifted == 0:
-        return attend(replace(x, packing=segments.shifted), backend)
+        return attend(replace(x, visibility=segments.shifted), backend)
     if unshifted == G:
-        return attend(replace(x, packing=segments.plain), backend)
+        return attend(replace(x, visibility=segments.plain), backend)
 
-    plain = replace(_of_groups(x, slice(0, unshifted)), packing=segments.plain)
-    shifted = replace(_of_groups(x, slice(unshifted, G)), packing=segments.shifted)
+    plain = replace(_of_groups(x, slice(0, unshifted)), visibility=segments.plain)
+    shifted = replace(_of_groups(x, slice(unshifted, G)), visibility=segments.shifted)
     plain_o, plain_u = attend(plain, backend)
     shifted_o, shifted_u = attend(shifted, backend)
     o = torch.cat([plain_o, shifted_o], dim=2)

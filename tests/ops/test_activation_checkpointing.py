@@ -16,7 +16,7 @@ from megatron_tape.ops.activation_checkpointing import (
 )
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.visibility import Visibility
 
 S = 20
 H = 4
@@ -30,14 +30,18 @@ def inputs():
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
-@pytest.mark.parametrize("packing", [None, Packing.of(DOCUMENTS)])
-def test_recorded_attention_has_the_same_gradients(backend, packing):
+@pytest.mark.parametrize("visibility", [None, Visibility.of(DOCUMENTS)])
+def test_recorded_attention_has_the_same_gradients(backend, visibility):
     tensors = inputs()
     run = partial(AttentionRecorder().run, "layer")
     with torch.no_grad():
-        first = attention(*tensors, average_state=True, packing=packing, backend=backend, run=run)
-    second = attention(*tensors, average_state=True, packing=packing, backend=backend, run=run)
-    plain = attention(*tensors, average_state=True, packing=packing, backend=backend)
+        first = attention(
+            *tensors, average_state=True, visibility=visibility, backend=backend, run=run
+        )
+    second = attention(
+        *tensors, average_state=True, visibility=visibility, backend=backend, run=run
+    )
+    plain = attention(*tensors, average_state=True, visibility=visibility, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert_same(second, plain, tensors, rtol=1e-12, atol=1e-12)
 

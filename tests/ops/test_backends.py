@@ -15,11 +15,11 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import BACKENDS, choice, flash, sdpa, sdpa_wide
 from megatron_tape.ops.backends import tiled as tiled_attention
-from megatron_tape.ops.packing import Packing, causal_mask, document_bounds
 from megatron_tape.ops.rotation import rotate_groups
+from megatron_tape.ops.visibility import Visibility, causal_mask, document_bounds
 
 CPU = torch.device("cpu")
-PACKING = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
+IN_DOCUMENTS = Visibility.of(torch.arange(21) // torch.tensor([[4], [9]]))
 
 
 @pytest.fixture
@@ -81,11 +81,11 @@ def flash_attn(monkeypatch):
 
 
 @pytest.mark.parametrize("queries", [21, 9, 1])
-@pytest.mark.parametrize("packing", [None, PACKING])
+@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS])
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn 2", "flash_attn 4"])
 def test_a_backend_equals_the_naive_backend(
-    flash_attn, monkeypatch, backend, averages, packing, queries
+    flash_attn, monkeypatch, backend, averages, visibility, queries
 ):
     backend, _, version = backend.partition(" ")
     if version:
@@ -95,7 +95,11 @@ def test_a_backend_equals_the_naive_backend(
     tensors = draw_qkvz(21, 6, 2, 8, queries)
     ours, theirs = (
         attention(
-            *tensors, average_state=averages, packing=packing, backend=name, rotate=queries == 21
+            *tensors,
+            average_state=averages,
+            visibility=visibility,
+            backend=name,
+            rotate=queries == 21,
         )
         for name in (backend, "naive")
     )
@@ -127,9 +131,9 @@ def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
     assert values == [16]
     assert_same(ours, attention(*tensors, average_state=True, backend="naive"), tensors)
     # But not for a single key (the first step of sampling from one token), nor with a mask.
-    for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, PACKING)):
+    for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, IN_DOCUMENTS)):
         ours, theirs = (
-            attention(*inputs, average_state=True, packing=documents, backend=name)
+            attention(*inputs, average_state=True, visibility=documents, backend=name)
             for name in ("torch_wide", "naive")
         )
         assert len(requests) == 2
@@ -186,18 +190,18 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, pa
     # The second sequence is shorter and starts with padding.
     documents = (torch.arange(12) >= torch.tensor([[0], [padding]])).long()
     whole = attention(
-        q, k, v, z, average_state=True, packing=Packing.of(documents), backend="naive"
+        q, k, v, z, average_state=True, visibility=Visibility.of(documents), backend="naive"
     )
     rotated_q = rotate_groups(q, z)
     rotated_k = rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
-        packing = Packing.of(documents[:, :b]) if padding else None
+        visibility = Visibility.of(documents[:, :b]) if padding else None
         cache = rotated_k[:b], v[:b], z[:b]
         ours = attention(
             rotated_q[a:b],
             *cache,
             average_state=True,
-            packing=packing,
+            visibility=visibility,
             backend=backend,
             rotate=False,
         )
@@ -234,7 +238,11 @@ def test_inconsistent_arguments_are_refused():
         ("v_TBGD has shape", (five, five, six), {}),
         ("z_TBGD has shape", (five, five, five, five.expand(-1, 2, -1, -1)), {}),
         ("z_TBGD has shape", (one, five, five, one), {"average_state": True}),
-        ("document bounds", (five, five, five), {"packing": Packing(torch.zeros(2, 1, 6))}),
+        (
+            "bounds of the visible tokens",
+            (five, five, five),
+            {"visibility": Visibility.within(torch.zeros(2, 1, 6))},
+        ),
         ("do not fit", (torch.zeros(5, 1, 3, 8), five, five), {}),
         ("do not fit", (torch.zeros(5, 2, 2, 8), five, five), {}),
         ("; use one", (five, five.double(), five), {}),

@@ -19,13 +19,13 @@ from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import through_reflections
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.visibility import Visibility
 
 LENGTH = 70
 HEADS = 6
 GROUPS = 2
 DIM = 16
-PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
+IN_DOCUMENTS = Visibility.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
 
 
 def stand_in(monkeypatch, name, make):
@@ -102,17 +102,17 @@ def fla(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("packing", [None, PACKING])
+@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS])
 @pytest.mark.parametrize(
     "reflects, gated",
     [(False, True), (True, False), (True, True)],
 )
-def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packing):
+def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, visibility):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
     w = draw(LENGTH, 2, GROUPS, DIM, seed=5)
     betas = draw(LENGTH, 2, GROUPS, seed=5)
     logits = draw(LENGTH, 2, HEADS, seed=5)
-    options = {"packing": packing}
+    options = {"visibility": visibility}
     leaves = [q, k, v]
     if gated:
         options["log_gate_TBH"] = logsigmoid(logits)

@@ -18,7 +18,7 @@ from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import POINTWISE, choice, flex
 from megatron_tape.ops.bias import Bias, gates_as_bias
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.visibility import Visibility
 from megatron_tape.position.encoding import NO_CACHE
 
 LENGTH = 21
@@ -26,7 +26,7 @@ HEADS = 6
 GROUPS = 2
 DIM = 16
 CPU = torch.device("cpu")
-PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
+IN_DOCUMENTS = Visibility.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
     tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
     table = draw(12, HEADS, seed=5)
     logits = draw(LENGTH, 2, HEADS, seed=6)
-    options = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
+    options = {"visibility": IN_DOCUMENTS if packed else None, "rotate": queries == LENGTH}
     options |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
     ours, theirs = (
         attention(*tensors, backend=backend, **options) for backend in ("flex", "naive")
@@ -125,7 +125,7 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
     if packed:
-        starts = Packing.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0]
+        starts = Visibility.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0]
     else:
         starts = None
     ours = flex.block_mask(S, T, starts, CPU)

@@ -8,14 +8,14 @@ from torch.nn.functional import logsigmoid
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
+from megatron_tape.ops.visibility import Visibility
 
 LENGTH = 21
 HEADS = 6
 GROUPS = 2
 DIM = 8
-PACKINGS = [None, Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))]
+VISIBILITIES = [None, Visibility.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))]
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +42,9 @@ def slopes_and_table():
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("visibility", VISIBILITIES)
 @pytest.mark.parametrize("backend", ["tiled", "torch"])
-def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, packing, queries):
+def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, visibility, queries):
     """test_fla.py compares the naive backend's gates, and tests/position its biases, with the
     authors' code.
     """
@@ -53,7 +53,7 @@ def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, pack
     gates = draw(LENGTH, 2, HEADS, seed=6)
     changes = {"bias": bias, "log_gate_TBH": logsigmoid(gates), "rotate": queries == LENGTH}
     ours, theirs = (
-        attention(*tensors, average_state=True, packing=packing, backend=name, **changes)
+        attention(*tensors, average_state=True, visibility=visibility, backend=name, **changes)
         for name in (backend, "naive")
     )
     assert_same(ours, theirs, [*tensors, *learned, gates])
@@ -69,8 +69,8 @@ def counting(scores, q, k, seen, tokens, weight):
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 7])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packing, queries):
+@pytest.mark.parametrize("visibility", VISIBILITIES)
+def test_blocks_of_rows_equal_whole_rows_with_all_gradients(visibility, queries):
     """The case includes a bias, gates, an averaged state, and a tensor computed by `prepare`."""
     tensors = inputs(queries)
     learned, bias = slopes_and_table()
@@ -84,7 +84,7 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packing, queries):
         attention(
             *tensors,
             average_state=True,
-            packing=packing,
+            visibility=visibility,
             backend=backend,
             rotate=queries == LENGTH,
             **changes,
@@ -121,12 +121,12 @@ def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens():
     length = 320
     tensors = [draw(length, 2, n, 16, seed=n).detach().bfloat16() for n in (4, 2, 2, 4)]
     logits = draw(length, 2, 4).detach().bfloat16()
-    packing = Packing.of((torch.arange(length) >= torch.tensor([[90], [200]])).long())
+    visibility = Visibility.of((torch.arange(length) >= torch.tensor([[90], [200]])).long())
 
     def gradient(backend, dtype):
         q, k, v, direction, leaf = (x.to(dtype) for x in (*tensors, logits))
         gates = logsigmoid(leaf.requires_grad_().to(torch.promote_types(dtype, torch.float32)))
-        o, _ = attention(q, k, v, packing=packing, log_gate_TBH=gates, backend=backend)
+        o, _ = attention(q, k, v, visibility=visibility, log_gate_TBH=gates, backend=backend)
         return torch.autograd.grad(o, leaf, direction)[0].double()
 
     exact = gradient("naive", torch.float64)

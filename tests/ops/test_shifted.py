@@ -10,11 +10,11 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import inexact
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments, unshifted_groups
+from megatron_tape.ops.visibility import Visibility
 
 T = 48
 B = 2
@@ -69,8 +69,8 @@ def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, avera
     monkeypatch.setattr(tiled, "QUERIES", 4)
     monkeypatch.setattr(tiled, "KEYS", 8)
     tensors = draw_qkvz(T, 3 * groups, groups, D)
-    packing = None if documents is None else Packing.of(documents)
-    segments = ShiftedSegments.of(torch.zeros(B, T), packing, unshifted_groups(groups))
+    visibility = None if documents is None else Visibility.of(documents)
+    segments = ShiftedSegments.of(torch.zeros(B, T), visibility, unshifted_groups(groups))
     ours = shifted_attention(*tensors, segments, averages, backend)
     plain = explicit(*tensors, averages, documents)
     assert_same(ours, plain, tensors)
@@ -80,7 +80,7 @@ def test_triton_is_as_exact_as_explicit_masks():
     tensors = draw_qkvz(T, 9, 3, D, dtype=torch.float32)
     segments = ShiftedSegments.of(
         torch.zeros(B, T),
-        Packing.of(DOCUMENTS),
+        Visibility.of(DOCUMENTS),
         unshifted_groups(3),
     )
     ours = partial(shifted_attention, segments=segments, averages=True, backend="triton")
@@ -113,13 +113,13 @@ def test_shifted_heads_get_their_own_biases_and_gates(backend):
     segments = ShiftedSegments.of(torch.zeros(B, T), None, unshifted_groups(3))
     for more in (dict(bias=Bias(tile, (slopes,))), dict(log_gate_TBH=gates)):
         ours, _ = shifted_attention(q, k, v, None, segments, backend=backend, **more)
-        for packing, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
+        for visibility, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
             whole, _ = attention(
                 q,
                 k,
                 v,
                 None,
-                packing=packing,
+                visibility=visibility,
                 backend="naive",
                 **more,
             )

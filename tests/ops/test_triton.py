@@ -24,7 +24,6 @@ from megatron_tape.ops.kernels import (
     triton_split,
     triton_swiglu,
 )
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.parity import (
     backend_fails,
     first_failure,
@@ -33,6 +32,7 @@ from megatron_tape.ops.parity import (
     update_checks,
 )
 from megatron_tape.ops.position_update import compact_update, fused_update, plain_update
+from megatron_tape.ops.visibility import Visibility
 
 pytestmark = pytest.mark.gpu
 FP32 = torch.float32
@@ -77,13 +77,13 @@ def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None,
     batch = 1 if ends is None else 2
     counts = (heads, groups, groups, groups)
     inputs = [draw(length, batch, n, dim, dtype=dtype, seed=i) for i, n in enumerate(counts)]
-    packing = None
+    visibility = None
     if ends is not None:
         documents = [(torch.arange(length)[:, None] >= torch.tensor(row)).sum(1) for row in ends]
-        packing = Packing.of(torch.stack(documents).to(DEVICE))
+        visibility = Visibility.of(torch.stack(documents).to(DEVICE))
 
     def attend(backend, *tensors):
-        return attention(*tensors, average_state=wide, packing=packing, backend=backend)
+        return attention(*tensors, average_state=wide, visibility=visibility, backend=backend)
 
     assert_as_exact_as_torch(attend, inputs, dtype)
 
@@ -134,10 +134,10 @@ def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, 
     ]
     starts = torch.tensor([[keys - 20], [3]], device=DEVICE)
     documents = torch.arange(keys, device=DEVICE) >= starts
-    packing = Packing.of(documents) if packed else None
+    visibility = Visibility.of(documents) if packed else None
     assert_as_exact_as_torch(
         lambda backend, *x: attention(
-            *x, average_state=True, packing=packing, backend=backend, rotate=False
+            *x, average_state=True, visibility=visibility, backend=backend, rotate=False
         ),
         inputs,
         dtype,

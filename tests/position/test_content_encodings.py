@@ -10,7 +10,7 @@ from models import small_model
 from megatron_tape.ops import contextual
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
-from megatron_tape.ops.packing import Packing
+from megatron_tape.ops.visibility import Visibility
 from megatron_tape.position import encoding_of
 from megatron_tape.position.encoding import NO_CACHE
 
@@ -96,9 +96,9 @@ def test_cope_and_its_gradients_equal_the_papers_equations():
         0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_CACHE
     )
     for backend in ("naive", "tiled"):
-        ours = attention(q, k, v, packing=Packing.of(DOCUMENTS), backend=backend, **vars(rescored))[
-            0
-        ]
+        ours = attention(
+            q, k, v, visibility=Visibility.of(DOCUMENTS), backend=backend, **vars(rescored)
+        )[0]
         assert_same(ours, expected, (q, k, v, table))
 
 

@@ -12,6 +12,7 @@ BIAS = "bias"
 GATE = "gate"
 SCORES = "scores"
 REFLECTIONS = "reflections"
+WINDOW = "window"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
@@ -20,8 +21,11 @@ MEANINGS = {
     GATE: "lower the scores of keys with forget gates",
     SCORES: "compute scores that depend on all keys of a query",
     REFLECTIONS: "apply the reflections of all tokens between a key and a query",
+    WINDOW: "attend within a sliding window",
 }
-"""Capabilities that a positional encoding may require, with their descriptions in messages."""
+"""Capabilities that a model may require, most of them for its positional encoding, with their
+descriptions in messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,16 @@ class Backend:
     """
 
     can: frozenset[str]
+    """The capabilities, each of them alone."""
     precisions: tuple[str, ...] | None = None
     """None also means that the backend is in plain torch, and runs on every device."""
     head_dims: tuple[int, ...] | range | None = None
+    not_together: frozenset[str] = frozenset()
+    """Capabilities that the backend does not have all at once."""
 
 
 _ALL = frozenset(MEANINGS)
-_STATE_ONLY = frozenset({ROTATION, AVERAGE})
+_STATE_ONLY = frozenset({ROTATION, AVERAGE, WINDOW})
 _HALF = ("bf16", "fp16")
 _HALF_AND_FP32 = (*_HALF, "fp32")
 # The arguments are the capabilities, precisions and head dimensions.
@@ -48,14 +55,16 @@ BACKENDS = {
     "torch_wide": Backend(_STATE_ONLY, _HALF, range(8, 65, 8)),
     "flash_attn": Backend(_STATE_ONLY, _HALF, range(8, 257, 8)),
     "flex": Backend(
-        frozenset({ROTATION, POINTWISE, GATE}),
+        frozenset({ROTATION, POINTWISE, GATE, WINDOW}),
         _HALF_AND_FP32,
         range(16, 257, 8),
     ),
     "fla": Backend(
-        frozenset({ROTATION, GATE, REFLECTIONS}),
+        frozenset({ROTATION, GATE, REFLECTIONS, WINDOW}),
         _HALF,
         range(16, 257, 8),
+        # Its kernels for reflections have no window, those for gates do.
+        frozenset({REFLECTIONS, WINDOW}),
     ),
     "naive": Backend(_ALL),
 }
@@ -95,4 +104,7 @@ def lacks(backend: str, needs: Set[str]) -> str | None:
     missing = set(needs) - BACKENDS[backend].can
     if missing:
         return f"cannot {described(missing)}"
+    together = BACKENDS[backend].not_together
+    if together and together <= set(needs):
+        return f"cannot {described(together)} at once"
     return None

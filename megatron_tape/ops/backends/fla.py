@@ -38,6 +38,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         from fla.ops.forgetting_attn import parallel_forgetting_attn
 
         kernel = parallel_forgetting_attn
+        if x.window is not None:
+            kernel = partial(kernel, window_size=x.window)
         reflections = []
         # This kernel requires gates; the logarithm of an open gate is zero.
         if gates is None:
@@ -47,21 +49,21 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     # the kernel for reflections may be called without them.
     tensors = [q, k, v, *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
-    if x.packing is not None:
+    if x.documents is not None:
         # `cached` returns the same tensor object in all layers, so that fla reuses the block counts
         # that it caches by object.
         def key_bounds() -> Tensor:
             """Return cu_seqlens_k, which is the second argument of flash-attn's kernels."""
-            _, cu_seqlens_k, *_ = x.packing.varlen_arguments(S)
+            _, cu_seqlens_k, *_ = x.documents.varlen_arguments(S)
             return cu_seqlens_k.long()
 
-        cu_seqlens = x.packing.cached(("fla", S), key_bounds)
+        cu_seqlens = x.documents.cached(("fla", S), key_bounds)
         kernel = partial(kernel, cu_seqlens=cu_seqlens)
         # All documents of the batch are passed as one sequence.
         tensors = [y.flatten(0, 1)[None] for y in tensors]
 
     (averaged,) = x.run(partial(_average, kernel), *tensors)
-    if x.packing is not None:
+    if x.documents is not None:
         averaged = averaged[0].unflatten(0, (B, S))
     return (averaged.transpose(0, 1),)
 

@@ -39,8 +39,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
 
-    # One call for [v | z] if the kernel supports it, otherwise a call for v and one for z.
-    if x.average_state and x.packing is None and takes_wide_value(device, D):
+    # One call for [v | z] if the kernel supports it, otherwise a call for v and one for z. Values
+    # wider than keys were not tried with documents or a window.
+    if x.average_state and x.visibility is None and takes_wide_value(device, D):
         _choose_tiles(functions)
         q, k, value = x.prepared(join=True)
         inputs = (
@@ -52,11 +53,15 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         inputs = x.prepared()
     tensors = [y.transpose(0, 1) for y in inputs]
 
+    if x.window is not None:
+        # Keys before and after a query's own, inclusive.
+        options["window_size"] = (x.window - 1, 0)
+
     kernel = functions.flash_attn_func
-    if x.packing is not None:
+    if x.documents is not None:
         kernel = functions.flash_attn_varlen_func
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        options |= zip(names, x.packing.varlen_arguments(S))
+        options |= zip(names, x.documents.varlen_arguments(S))
         # The sequences of the batch are concatenated, (B * S, H, D).
         tensors = [y.flatten(0, 1) for y in tensors]
 
@@ -72,7 +77,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
     averaged: list[Tensor] = []
     for output in x.run(averages, *tensors):
-        if x.packing is not None:
+        if x.documents is not None:
             output = output.unflatten(0, (B, S))
         averaged += split_average(output.transpose(0, 1), D)
     return tuple(averaged)

@@ -24,12 +24,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q, k, v = x.prepared()
     S = q.shape[0]
     T = k.shape[0]
-    if x.packing is None:
+    if x.visibility is None:
         mask = _causal_mask(S, T, q.device)
     else:
-        starts_BT = x.packing.bounds_2BT[0]
+        starts_BT = x.visibility.bounds_2BT[0]
         make_mask = functools.partial(block_mask, S, T, starts_BT, q.device)
-        mask = x.packing.cached(("blocks", S), make_mask)
+        mask = x.visibility.cached(("blocks", S), make_mask)
 
     # Compiling takes seconds for each length. Short sequences run uncompiled, as their scores take
     # little memory.
@@ -88,7 +88,7 @@ def _compiled():
 
 @functools.lru_cache(maxsize=8)
 def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
-    """Return `block_mask` for sequences of one document each, the same object in all layers."""
+    """Return `block_mask` without bounds, the same object in all layers."""
     return block_mask(S, T, None, device)
 
 
@@ -98,11 +98,11 @@ def block_mask(
     starts_BT: Tensor | None,
     device: torch.device,
 ) -> BlockMask:
-    """Return the causal block mask of the last S of T tokens, restricted to each query's document.
+    """Return the block mask of the last S of T tokens, which attend to the keys from `starts_BT` on
+    and up to their own.
 
-    `starts_BT` holds the start of each token's document; with None, each sequence is one document,
-    and all sequences share the mask. Blocks are classified by their first and last tokens, without
-    S x T matrices.
+    With None, they attend from the first key on, and all sequences share the mask. Blocks are
+    classified by their first and last tokens, without S x T matrices.
     """
     offset = T - S
     # The first and last tokens of each block of queries, and of each block of keys.
@@ -111,9 +111,8 @@ def block_mask(
     first_key = torch.arange(0, T, BLOCK, device=device)
     last_key = first_key + BLOCK - 1
 
-    # `starts` holds the start of each token's document. Starts never decrease, so the first query
-    # of a block attends to the earliest keys. `earliest`, `latest` and the two masks below are
-    # (B or 1, 1, query blocks, key blocks or 1).
+    # Starts never decrease, so the first query of a block attends to the earliest keys. `earliest`,
+    # `latest` and the two masks below are (B or 1, 1, query blocks, key blocks or 1).
     starts = starts_BT
     if starts is None:
         starts = torch.zeros(1, T, dtype=torch.int32, device=device)

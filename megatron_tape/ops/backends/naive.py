@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.packing import causal_mask
+from megatron_tape.ops.visibility import causal_mask
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
@@ -17,8 +17,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q_BHSD = q.permute(1, 2, 0, 3)
     k_BGTD = k.permute(1, 2, 0, 3)
     bounds = None
-    if x.packing is not None:
-        bounds = x.packing.bounds_2BT
+    if x.visibility is not None:
+        bounds = x.visibility.bounds_2BT
     seen = causal_mask(S, T, bounds, q.device)
 
     # Each key/value group serves H / G adjacent heads.

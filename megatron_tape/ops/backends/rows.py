@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.packing import causal_mask
+from megatron_tape.ops.visibility import causal_mask
 
 
 def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
@@ -32,7 +32,9 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     # keep the queries and keys before their rotation, too.
     bias = x.bias
     rescore = x.rescore
-    packing = x.packing
+    bounds_2BT = None
+    if x.visibility is not None:
+        bounds_2BT = x.visibility.bounds_2BT
     tensors = rescore.prepared(q_BHSD, k_BGTD)
     S = len(q)
     offset = len(k) - S
@@ -47,8 +49,8 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         tokens = slice(first_token, stop)
         keys = k_BGTD[:, :, :stop]
         bounds = None
-        if packing is not None:
-            bounds = packing.bounds_2BT[..., :stop]
+        if bounds_2BT is not None:
+            bounds = bounds_2BT[..., :stop]
         seen = causal_mask(count, stop, bounds, queries.device)
 
         scores = None

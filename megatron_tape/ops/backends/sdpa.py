@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_tape.ops.attention_inputs import AttentionInputs, split
 from megatron_tape.ops.bias import NEAR, Bias
-from megatron_tape.ops.packing import additive_mask
+from megatron_tape.ops.visibility import additive_mask
 
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -100,12 +100,12 @@ def _averages(
 def needs_mask(x: AttentionInputs) -> bool:
     """Return whether SDPA needs an explicit mask.
 
-    Without bias or documents, two cases need none: a single query attends to all keys, and for
-    equally many queries and keys, SDPA applies the causal mask itself.
+    Without bias, documents or window, two cases need none: a single query attends to all keys, and
+    for equally many queries and keys, SDPA applies the causal mask itself.
     """
     return (
         x.bias is not None
-        or x.packing is not None
+        or x.visibility is not None
         or x.q_SBHD.shape[0] not in (1, x.k_TBGD.shape[0])
     )
 
@@ -119,10 +119,10 @@ def _mask(x: AttentionInputs) -> Tensor | None:
     S = x.q_SBHD.shape[0]
     T = x.k_TBGD.shape[0]
     dtype = x.q_SBHD.dtype
-    if x.packing is None:
+    if x.visibility is None:
         mask = additive_mask(S, T, None, x.q_SBHD.device, dtype)
     else:
-        mask = x.packing.mask(S, dtype)
+        mask = x.visibility.mask(S, dtype)
     if x.bias is None:
         return mask
     return _bias(x.bias, slice(T - S, T), T).to(dtype) + mask

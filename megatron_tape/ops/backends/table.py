@@ -8,7 +8,16 @@ the libraries' published figures (docs/attention.md).
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, SCORES, lacks
+from megatron_tape.ops.backends import (
+    AVERAGE,
+    BIAS,
+    GATE,
+    POINTWISE,
+    REFLECTIONS,
+    SCORES,
+    WINDOW,
+    lacks,
+)
 
 CPU = "CPU"
 OTHER_GPU = "other GPU"
@@ -59,9 +68,9 @@ class Case:
         return PLAIN
 
     @property
-    def is_divided(self) -> bool:
-        """Whether sequences consist of documents or segments that do not attend to each other."""
-        return self.packed or self.segments
+    def is_bounded(self) -> bool:
+        """Whether tokens attend only within documents, segments or a window."""
+        return self.packed or self.segments or WINDOW in self.needs
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,9 @@ class Row:
 
 def _suits_any_kernel(case: Case) -> bool:
     """Return whether the case has no needs that only some kernels meet: it uses a 16-bit dtype, has
-    no documents or segments, and need not be deterministic.
+    no documents, segments or window, and need not be deterministic.
     """
-    return case.half_precision and not case.is_divided and not case.deterministic
+    return case.half_precision and not case.is_bounded and not case.deterministic
 
 
 def _suits_flash_attn_4(case: Case) -> bool:
@@ -154,7 +163,7 @@ TABLE = (
         AVERAGES,
         GPUS,
         "triton",
-        "one pass over [v | z], skips other documents, can be deterministic",
+        "one pass over [v | z], skips keys outside documents and windows, can be deterministic",
     ),
     Row(AVERAGES, GPUS, "torch", "a call for v and one for z", slow=True),
     Row(SCORED, _ON_CPU, "tiled", "scores tile by tile"),
@@ -165,22 +174,22 @@ TABLE = (
         PLAIN,
         _ON_CPU,
         "tiled",
-        "skips the keys of other segments",
-        condition=lambda case: case.segments,
+        "skips the keys outside segments and windows",
+        condition=lambda case: case.segments or WINDOW in case.needs,
     ),
     Row(
         PLAIN,
         GPUS,
         "flash_attn",
-        "skips the keys of other documents",
-        condition=lambda case: case.is_divided,
+        "skips the keys outside documents and windows",
+        condition=lambda case: case.is_bounded,
     ),
     Row(
         PLAIN,
         GPUS,
         "triton",
-        "skips the keys of other documents",
-        condition=lambda case: case.is_divided,
+        "skips the keys outside documents and windows",
+        condition=lambda case: case.is_bounded,
     ),
     Row(
         PLAIN,

@@ -39,12 +39,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     q, k, *values = (y.permute(1, 2, 0, 3) for y in x.prepared())
     G = k.shape[1]
     S = q.shape[2]
-    # Without packed documents, every query may attend to keys from the first one on.
+    # Without documents or a window, every query may attend to keys from the first one on.
     starts = None
-    first_seen = [0] * S
-    if x.packing is not None:
-        starts = x.packing.bounds_2BT[0]
-        first_seen = x.packing.first_seen(S)
+    first_seen = [0] * S, [0] * S
+    if x.visibility is not None:
+        starts = x.visibility.bounds_2BT[0]
+        first_seen = x.visibility.first_seen(S)
 
     bias = None
     bias_tensors: tuple[Tensor, ...] = ()
@@ -69,9 +69,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 class _Tiles:
     """The tiles with at least one visible pair of query and key, and the masks inside them.
 
-    `starts` (B, T) are the starts of the tokens' documents; None if each sequence is one document.
-    `first_seen` holds, for each query, the first key that it or a later query may attend to in any
-    sequence of the batch. Each of the B sequences has S queries in R heads per group, and T keys.
+    `starts` (B, T) are the first tokens that each token may attend to; None if all may attend from
+    the first token on. `first_seen` holds their smallest and largest index in the batch, for each
+    query. Each of the B sequences has S queries in R heads per group, and T keys.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _Tiles:
         T: int,
         R: int,
         starts: Tensor | None,
-        first_seen: list[int],
+        first_seen: tuple[list[int], list[int]],
         device: torch.device,
     ):
         self.B = B
@@ -93,7 +93,7 @@ class _Tiles:
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
-        self.first_seen = first_seen
+        self.first_seen, self.latest_first_seen = first_seen
 
     def of_tokens(self, rows: slice) -> slice:
         """Return the slice of the T tokens to which the queries `rows` belong."""
@@ -129,15 +129,18 @@ class _Tiles:
         """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`, in
         place.
         """
+        # Starts never decrease, so that of the last query is the latest one.
+        all_attend_from_here = columns.start >= self.latest_first_seen[rows.stop - 1]
+        own_token = rows.start + self.offset
+        if all_attend_from_here and columns.stop <= own_token + 1:
+            return
+
         # A view, (B, G, R, rows, columns).
         by_head = scores.unflatten(-2, (self.R, -1)).unflatten(0, (self.B, -1))
-        if self.starts is None:
+        if all_attend_from_here:
             # All queries of the block attend to every key up to the first query's own token, so
-            # only later keys (from `first` on) can be masked.
-            own_token = rows.start + self.offset
+            # only later keys (from `first` on) are masked.
             first = max(columns.start, own_token + 1)
-            if first >= columns.stop:
-                return
             if value == 0.0:  # for a whole tile, tril_ takes a tenth of the time of a mask
                 by_head.tril_(own_token - columns.start)
                 return
@@ -146,8 +149,8 @@ class _Tiles:
 
         keys = self.keys[columns]
         hidden = keys > self.queries[rows, None]
-        if self.starts is not None:
-            # Each sequence of the batch has documents of its own: (B, 1, 1, rows, columns).
+        if not all_attend_from_here:
+            # Each sequence of the batch has bounds of its own: (B, 1, 1, rows, columns).
             hidden = hidden | (keys < self.starts[:, None, None, rows, None])
         by_head.masked_fill_(hidden, value)
 
@@ -166,7 +169,7 @@ class _TiledAttention(Function):
         ctx,
         value_count: int,
         bias: Bias | None,
-        first_seen: list[int],
+        first_seen: tuple[list[int], list[int]],
         starts,
         q,
         k,

@@ -15,8 +15,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     from megatron_tape.ops.kernels.triton_attention import attention
 
     bounds = None
-    if x.packing is not None:
-        bounds = x.packing.bounds_2BT
+    if x.visibility is not None:
+        bounds = x.visibility.bounds_2BT
     kernel = partial(
         attention,
         average_state=x.average_state,

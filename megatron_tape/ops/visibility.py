@@ -1,11 +1,11 @@
-"""Packed documents: which tokens may attend to which, computed once per batch and used by every
-layer.
+"""Which tokens attend to which: packed documents and sliding windows, computed once per batch and
+used by all layers.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,8 @@ def causal_mask(
     bounds_2BT: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds, in
-    its document.
+    """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds,
+    from the first token that it may attend to.
     """
     keys = torch.arange(T, device=device)
     # (1, 1, S, T); the queries are the last S tokens.
@@ -70,20 +70,55 @@ def additive_mask(
 
 
 @dataclass(frozen=True)
-class Packing:
-    """The documents of a batch of packed sequences, with a cache of derived masks that all layers
-    share.
+class Visibility:
+    """Which tokens of a batch may attend to which, apart from the causal order, with a cache of
+    derived masks that all layers share.
+
+    Tokens attend within their document and, with a window, only to near tokens. Both restrictions
+    are bounds that never decrease along a sequence, so kernels can skip what lies outside. Kernels
+    of libraries take documents and window apart.
     """
 
     bounds_2BT: Tensor
-    """The result of `document_bounds`."""
+    """int32 (2, B, T): for each token, the first token that it may attend to, and the token after
+    the last one that may attend to it.
+    """
+    documents_2BT: Tensor | None
+    """The result of `document_bounds`; None if each sequence is one document."""
+    window: int | None = None
+    """The size W of the window: a token attends to itself and the W - 1 tokens before it. None if
+    there is no window.
+    """
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
     """The results of `cached` by key."""
 
     @classmethod
-    def of(cls, documents_BT: Tensor) -> "Packing":
-        """Return the `Packing` of documents that are numbered as for `document_bounds`."""
-        return cls(document_bounds(documents_BT))
+    def of(cls, documents_BT: Tensor) -> "Visibility":
+        """Return the visibility of documents that are numbered as for `document_bounds`."""
+        return cls.within(document_bounds(documents_BT))
+
+    @classmethod
+    def within(cls, documents_2BT: Tensor) -> "Visibility":
+        """Return the visibility of documents (or segments) with the bounds `documents_2BT`."""
+        return cls(documents_2BT, documents_2BT)
+
+    @classmethod
+    def of_whole(cls, tokens_BT: Tensor) -> "Visibility":
+        """Return the visibility of sequences of one document each, for token ids (B, T)."""
+        B, T = tokens_BT.shape
+        starts_BT = torch.zeros(B, T, dtype=torch.int32, device=tokens_BT.device)
+        ends_BT = torch.full_like(starts_BT, T)
+        return cls(torch.stack([starts_BT, ends_BT]), None)
+
+    def with_window(self, window: int) -> "Visibility":
+        """Return the same documents, in which tokens attend only to the last `window` tokens,
+        including their own.
+        """
+        starts_BT, ends_BT = self.bounds_2BT
+        tokens_T = torch.arange(starts_BT.shape[1], dtype=torch.int32, device=starts_BT.device)
+        starts_BT = starts_BT.maximum(tokens_T - window + 1)
+        ends_BT = ends_BT.minimum(tokens_T + window)
+        return replace(self, bounds_2BT=torch.stack([starts_BT, ends_BT]), window=window, _cache={})
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the cached value for `key`, calling `make` the first time."""
@@ -97,18 +132,24 @@ class Packing:
         make = partial(additive_mask, S, bounds.shape[2], bounds, bounds.device, dtype)
         return self.cached((S, dtype), make)
 
-    def first_seen(self, S: int) -> list[int]:
-        """Return, for each of the last S tokens, the first key that it may attend to in any
-        sequence of the batch.
+    def first_seen(self, S: int) -> tuple[list[int], list[int]]:
+        """Return, for each of the last S tokens, the first key that it may attend to: the smallest
+        and the largest index among the sequences of the batch.
 
         The first call synchronizes the host with the device.
         """
-        starts_BT = self.bounds_2BT[0]
-        return self.cached(("first", S), lambda: starts_BT[:, -S:].amin(0).tolist())
+
+        def make() -> tuple[list[int], list[int]]:
+            """Return both lists, copied to the host at once."""
+            starts_BS = self.bounds_2BT[0, :, -S:]
+            smallest, largest = torch.stack([starts_BS.amin(0), starts_BS.amax(0)]).tolist()
+            return smallest, largest
+
+        return self.cached(("first", S), make)
 
     def varlen_arguments(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the
-        documents.
+        documents, which must not be None.
 
         The sequences of the batch are concatenated; the queries are the last S tokens of each. The
         first call synchronizes the host with the device.
@@ -116,8 +157,8 @@ class Packing:
 
         def make() -> tuple[Tensor, Tensor, int, int]:
             """Return the four values, which `cached` keeps."""
-            _, B, T = self.bounds_2BT.shape
-            starts_BT = self.bounds_2BT[0]
+            _, B, T = self.documents_2BT.shape
+            starts_BT = self.documents_2BT[0]
             is_start = torch.arange(T, device=starts_BT.device) == starts_BT
             k_starts = is_start.flatten().nonzero().flatten()
             cu_seqlens_k = F.pad(k_starts, (0, 1), value=B * T)
