@@ -59,6 +59,57 @@ SOME_LAYERS = {
     },
     "tape_some_layers": {"num_layers": 6, "layers_without_positions": 3},
 }
+WINDOWS = {
+    "rope_window": {"position_encoding": "rope", "sliding_window": 5},
+    "tape_window": {"sliding_window": 5, "full_attention_every": 2},
+    "tape_window_of_two": {"sliding_window": 2, "full_attention_every": 3},
+    # Layers that attend to all tokens have no positions, but a temperature.
+    "swan": {
+        "position_encoding": "rope",
+        "num_layers": 4,
+        "sliding_window": 3,
+        "full_attention_every": 2,
+        "layers_without_positions": 2,
+        "temperature_scale": 0.5,
+        "temperature_floor_scale": 3,
+    },
+    "tape_swan": {
+        "num_layers": 6,
+        "sliding_window": 4,
+        "full_attention_every": 3,
+        "layers_without_positions": 3,
+    },
+    # Layers with a window have frequencies of their own, as in OLMo 3 and Gemma 3.
+    "rope_scaled_full_layers": {
+        "position_encoding": "rope",
+        "sliding_window": 5,
+        "full_attention_every": 3,
+        "rope_scaling_layers": "full",
+        **YARN,
+    },
+    "tape_scaled_full_layers": {
+        "num_layers": 4,
+        "sliding_window": 5,
+        "full_attention_every": 3,
+        "rope_scaling_layers": "full",
+        **YARN,
+    },
+    "tape_local_theta": {
+        "num_layers": 4,
+        "sliding_window": 5,
+        "full_attention_every": 2,
+        "rope_local_theta": 3.0,
+        "state_norm": "unit",
+    },
+    "tape_local_theta_some_layers": {
+        "num_layers": 6,
+        "sliding_window": 5,
+        "full_attention_every": 2,
+        "layers_without_positions": 3,
+        "rope_local_theta": 3.0,
+        "rope_scaling_factor": 2.0,
+    },
+}
 
 
 def small_model(**changes):
@@ -160,6 +211,10 @@ def reference_config(model):
         num_query_groups=model.query_groups,
         norm_epsilon=model.norm_epsilon,
         layers_without_positions=model.layers_without_positions,
+        temperature_scale=model.temperature_scale,
+        temperature_floor_scale=model.temperature_floor_scale,
+        sliding_window=model.sliding_window,
+        full_attention_every=model.full_attention_every,
         **own,
     )
 

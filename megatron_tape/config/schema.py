@@ -48,6 +48,10 @@ ATTENTION_BACKENDS = (
 )
 
 
+EveryNth = Annotated[int, Field(ge=2, le=10_000)]
+"""n, where a setting applies to every n-th layer."""
+
+
 def _known_encoding(name: str) -> str:
     """Return the name of a positional encoding unchanged. Raises UserError if it is unknown."""
     if name not in ENCODINGS:
@@ -100,9 +104,21 @@ class ModelConfig:
     """Multiply the output of the heads by sigmoid(W x) before the output projection, where x is the
     input of attention and W is learned. Qwen3-Next and the "Pro" models of the Forgetting
     Transformer do so."""
-    layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
+    layers_without_positions: EveryNth | None = None
     """Use no positional encoding in every n-th layer, as SmolLM3 does: 4 selects layers 4, 8, 12,
     ..., counted from 1. Default: all layers use the positional encoding."""
+    temperature_scale: NotNegative = 0.0
+    """In layers without positions, multiply the queries at position p by 1 + temperature_scale x
+    log(floor((p + 1) / temperature_floor_scale) + 1), as Llama 4 does with 0.1. Positions restart
+    in each packed document. 0 disables it."""
+    temperature_floor_scale: Count = 8192
+    """Number of tokens after which the factor of temperature_scale changes for the first time."""
+    sliding_window: Size | None = None
+    """Number of tokens to which a token attends: itself and those before it (W). Default: all
+    earlier tokens."""
+    full_attention_every: EveryNth | None = None
+    """Attend to all earlier tokens in every n-th layer in spite of sliding_window: 4 selects layers
+    4, 8, 12, ..., counted from 1. Default: all layers have the window."""
     seq_length: Size
     """Tokens per training sequence (S)."""
     vocab_size: Size
@@ -137,6 +153,25 @@ class ModelConfig:
         if self.num_query_groups is None:
             return self.num_attention_heads
         return self.num_query_groups
+
+    def has_positions(self, layer: int) -> bool:
+        """Return whether layer `layer` (from 0) uses the positional encoding."""
+        return (
+            self.layers_without_positions is None or (layer + 1) % self.layers_without_positions > 0
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the size W of the window of layer `layer` (from 0), or None if it attends to all
+        earlier tokens.
+        """
+        if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0:
+            return None
+        return self.sliding_window
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether a window hides tokens in sequences of the trained length."""
+        return self.sliding_window is not None and self.sliding_window < self.seq_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from megatron_tape.ops.parity import (
     swiglu_check,
     update_checks,
 )
-from megatron_tape.position import encoding_of
+from megatron_tape.position import attention_needs, encoding_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def backend_choice(
         device,
         dtype,
         model_config.head_dim,
-        encoding_of(model_config).needs,
+        attention_needs(model_config),
         segments=shifted_sparse,
         packed=packed,
         without=without,
@@ -122,6 +122,7 @@ def kernel_shapes(
         averages=AVERAGE in encoding.needs and any(map(encoding.updates, layers)),
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
+        windowed=model_config.needs_window,
         context_parallel_size=context_parallel_size,
         **encoding.update_kernel_shape,
     )
@@ -206,7 +207,7 @@ def verified_backend(
         plain = [name for name in _PLAIN if name not in failed]
         # The backend torch materializes all S x S scores of encodings that change scores, such as
         # by a bias. These are the encodings that this project's Triton kernel does not support.
-        if lacks("triton", encoding_of(model_config).needs):
+        if lacks("triton", attention_needs(model_config)):
             plain.remove("torch")
         chosen = Choice(plain[0], "as train.allow_slow_attention allows")
         # The fallback was not compared with anything, so the log must not say that it agrees.
@@ -245,8 +246,8 @@ def _why_slow(
     """Return why a GPU must use slow attention although some kernels support the model, or None if
     it need not.
     """
-    needs = encoding_of(model_config).needs
-    # Kernels that support the encoding; if there are none, slow attention is all there is.
+    needs = attention_needs(model_config)
+    # Kernels that support the model; if there are none, slow attention is all there is.
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None

@@ -23,15 +23,21 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import FusedKernels, chosen_backend
-from megatron_tape.model.layers import LayerEncoding, PositionTransformerLayer, RMSNorm
+from megatron_tape.model.layers import (
+    LayerEncoding,
+    PositionTransformerLayer,
+    RMSNorm,
+    SharedInputs,
+)
 from megatron_tape.model.output_layer import OutputLayer
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.backends.choice import averages_one_value
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
 from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
+from megatron_tape.ops.visibility import Visibility
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import encoding_of
+from megatron_tape.position.some_layers import temperature
 
 
 def transformer_config(
@@ -223,14 +229,15 @@ class LanguageModel(torch.nn.Module):
         """
         if positions is None:
             positions = self.token_positions(tokens)
-        packing = None if documents is None else Packing.of(documents)
-        positions_SB = self._in_documents(positions, packing)
-        attention_packing: Packing | ShiftedSegments | None = packing
+        in_documents = None if documents is None else Visibility.of(documents)
+        positions_SB = self._in_documents(positions, in_documents)
+        visibility: Visibility | ShiftedSegments | None = in_documents
         if self.shifted_sparse and self.training:
-            attention_packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
-        # Within documents and segments, backends average values and state in two calls. Memory for
-        # both would only be kept longer.
-        self.encoding.joins_values = self._joins_values and attention_packing is None
+            visibility = ShiftedSegments.of(tokens, in_documents, self._unshifted_groups)
+        window_visibility = self._in_window(visibility, tokens)
+        # Within documents, segments and windows, backends average values and state in two calls.
+        # Memory for both would only be kept longer.
+        self.encoding.joins_values = self._joins_values and window_visibility is None
 
         recomputes = self.recompute != "none" and self.training
         # The recorder keeps each layer's attention from the forward pass, and returns it when the
@@ -238,6 +245,13 @@ class LanguageModel(torch.nn.Module):
         recorder = None
         if recomputes and self.recompute == "selective" and torch.is_grad_enabled():
             recorder = AttentionRecorder()
+        shared = SharedInputs(
+            visibility,
+            window_visibility,
+            self.encoding.window_phases(positions_SB, self.dtype),
+            self._temperature(tokens, in_documents),
+            recorder,
+        )
 
         if self.is_first:
             hidden_states = self._embedded(tokens, positions_SB)
@@ -250,7 +264,7 @@ class LanguageModel(torch.nn.Module):
             hidden_states.requires_grad_()
 
         for layer in self.layers.values():
-            run_layer = partial(layer, packing=attention_packing, recorder=recorder)
+            run_layer = partial(layer, shared=shared)
             if recomputes:
                 hidden_states, state = self._checkpointed(run_layer, hidden_states, state)
             else:
@@ -281,17 +295,46 @@ class LanguageModel(torch.nn.Module):
         # input of the layer.
         return checkpoint(run, False, hidden_states, state)
 
-    def _in_documents(self, positions: Tensor, packing: Packing | None) -> Tensor:
+    def _in_window(
+        self, visibility: Visibility | ShiftedSegments | None, tokens: Tensor
+    ) -> Visibility | ShiftedSegments | None:
+        """Return which tokens attend to which in layers with a window, given the same without it,
+        for token ids (B, S).
+        """
+        window = self.model_config.sliding_window
+        if window is None or window >= tokens.shape[1]:
+            # The window hides nothing, so kernels need not know it.
+            return visibility
+        if visibility is None:
+            visibility = Visibility.of_whole(tokens)
+        return visibility.with_window(window)
+
+    def _temperature(self, tokens: Tensor, documents: Visibility | None) -> Tensor | None:
+        """Return the factor (S, B or 1, 1, 1) of the queries in layers without positions, or None,
+        for token ids (B, S).
+        """
+        if not self.model_config.temperature_scale:
+            return None
+        positions_SB = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        if documents is not None:
+            positions_SB = positions_SB - documents.documents_2BT[0].T
+        return temperature(
+            positions_SB,
+            self.model_config.temperature_scale,
+            self.model_config.temperature_floor_scale,
+        )[..., None, None]
+
+    def _in_documents(self, positions: Tensor, documents: Visibility | None) -> Tensor:
         """Return the positions (S, B or 1) of tokens, which restart in each packed document if the
         encoding needs it.
 
         `positions` (S,) are those of a sequence without documents.
         """
-        if packing is None or not self.encoding.restarts_in_documents:
+        if documents is None or not self.encoding.restarts_in_documents:
             return positions[:, None]
 
         # The i-th token of a document has the position of the i-th token of a sequence.
-        starts_SB = packing.bounds_2BT[0].T.long()
+        starts_SB = documents.documents_2BT[0].T.long()
         index_S = torch.arange(len(positions), device=positions.device)
         return positions[index_S[:, None] - starts_SB]
 

@@ -10,7 +10,7 @@ layer (see `position.encoding`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,9 +37,9 @@ from megatron_tape.ops.activation_checkpointing import (
 )
 from megatron_tape.ops.attention import attend
 from megatron_tape.ops.attention_inputs import AttentionInputs, split
-from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 from megatron_tape.ops.swiglu import swiglu
+from megatron_tape.ops.visibility import Visibility
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, PositionInputs
@@ -90,6 +90,23 @@ class SwiGLU(Module):
         return swiglu(gate_and_up, self.fused)
 
 
+@dataclass(frozen=True)
+class SharedInputs:
+    """What all layers of a forward pass share. Each layer takes what concerns it."""
+
+    visibility: Visibility | ShiftedSegments | None = None
+    """Which tokens attend to which in layers without a window: full attention (None), attention
+    within documents, or shifted sparse attention."""
+    window_visibility: Visibility | ShiftedSegments | None = None
+    """The same in layers with a window."""
+    window_phases: Tensor | None = None
+    """The result of `PositionEncoding.window_phases`."""
+    temperature_SB11: Tensor | None = None
+    """Factor of the queries in layers without positions, in float32."""
+    recorder: AttentionRecorder | None = None
+    """Records and replays attention under selective activation checkpointing."""
+
+
 class CoreAttention(Module):
     """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from
     its spec.
@@ -106,15 +123,15 @@ class CoreAttention(Module):
         key: Tensor,
         value: Tensor,
         positions: PositionInputs,
-        packing: Packing | ShiftedSegments | None,
+        visibility: Visibility | ShiftedSegments | None,
         run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention output (S, B, h, D), and the position state averaged with the
         attention weights or None.
 
         `query` is (S, B, h, D), `key` and `value` are (S, B, g, D) for this rank's g groups.
-        `packing` selects full attention (None), attention within documents, or shifted sparse
-        attention. `run` calls the kernels (see `ops.activation_checkpointing`).
+        `visibility` is one of the fields of `SharedInputs`. `run` calls the kernels (see
+        `ops.activation_checkpointing`).
         """
         # The fields of `PositionInputs` are fields of `AttentionInputs`, too.
         inputs = AttentionInputs(
@@ -124,9 +141,9 @@ class CoreAttention(Module):
             run=run,
             **vars(positions),
         )
-        if isinstance(packing, ShiftedSegments):
-            return attend_in_segments(inputs, packing, self.backend)
-        return attend(replace(inputs, packing=packing), self.backend)
+        if isinstance(visibility, ShiftedSegments):
+            return attend_in_segments(inputs, visibility, self.backend)
+        return attend(replace(inputs, visibility=visibility), self.backend)
 
 
 class PositionSelfAttention(SelfAttention):
@@ -158,6 +175,10 @@ class PositionSelfAttention(SelfAttention):
         # Megatron counts layers from 1.
         super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
         self.token_layout = token_layout
+        self.has_window = model_config.window_of(layer) is not None
+        self.has_temperature = (
+            model_config.temperature_scale > 0 and not model_config.has_positions(layer)
+        )
         self.linear_gate = None
         if model_config.attention_output_gate:
             self.linear_gate = ColumnParallelLinear(
@@ -176,24 +197,26 @@ class PositionSelfAttention(SelfAttention):
         self,
         hidden_states: Tensor,
         positions: PositionInputs,
-        packing: Packing | ShiftedSegments | None,
-        recorder: AttentionRecorder | None,
+        shared: SharedInputs,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention of this rank's normalized hidden states (s, B, C).
 
         Returns the projected output (s, B, C), and the position state averaged with the attention
-        weights (S, B, h, D), which is None if the encoding does not average it. `packing` holds the
-        boundaries of packed documents, or the segments of shifted sparse attention. `recorder`
-        records and replays attention under selective activation checkpointing.
+        weights (S, B, h, D), which is None if the encoding does not average it.
         """
         run = run_directly
-        if recorder is not None:
-            run = partial(recorder.run, self.layer_number)
+        if shared.recorder is not None:
+            run = partial(shared.recorder.run, self.layer_number)
+        visibility = shared.visibility
+        if self.has_window:
+            visibility = shared.window_visibility
 
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         # With context parallelism, this exchanges this rank's tokens for all tokens of fewer heads.
         query, key, value = self.token_layout.enter_attention(query, key, value)
-        output, averaged = self.core_attention(query, key, value, positions, packing, run)
+        if self.has_temperature:
+            query = (query * shared.temperature_SB11).to(query.dtype)
+        output, averaged = self.core_attention(query, key, value, positions, visibility, run)
         output = self.token_layout.leave_attention(output)
 
         # If attention returns a part of [o | u], which it keeps for the backward pass, the input of
@@ -251,6 +274,11 @@ class LayerEncoding(Module):
         the number of complex numbers in each sum. z is the state before the update, z'' after it.
         """
 
+        model = encoding.model
+        self._turns_in_window = model.window_of(layer) is not None and model.has_positions(layer)
+        """Whether this layer may rotate with frequencies of its own, which layers with a window
+        share.
+        """
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
@@ -283,6 +311,18 @@ class LayerEncoding(Module):
         )
         return state, inputs
 
+    def to_attention(self, inputs: PositionInputs, shared: SharedInputs) -> PositionInputs:
+        """Return the encoding's inputs in the frequencies of this layer."""
+        if not self._turns_in_window or shared.window_phases is None:
+            return inputs
+        return self.encoding.inputs_in_window(inputs, shared.window_phases)
+
+    def from_attention(self, averaged: Tensor | None, shared: SharedInputs) -> Tensor | None:
+        """Return the state that attention averaged in the frequencies of the state."""
+        if not self._turns_in_window or shared.window_phases is None or averaged is None:
+            return averaged
+        return self.encoding.average_from_window(averaged, shared.window_phases)
+
     def _attention_parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters by name, restricted to the heads that this rank has in attention.
 
@@ -314,8 +354,8 @@ class LayerEncoding(Module):
     ) -> Tensor | None:
         """Return the next layer's position state.
 
-        `state` and `positions` are the results of `enter`, `averaged` is the state that attention
-        averaged. `attention_output` and `mlp_output` (s, B, C) do not include the residual stream.
+        `state` and `positions` are the results of `enter`, `averaged` is that of `from_attention`.
+        `attention_output` and `mlp_output` (s, B, C) do not include the residual stream.
         """
         if not self.updates:
             return state
@@ -386,21 +426,20 @@ class PositionTransformerLayer(Module):
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        packing: Packing | ShiftedSegments | None,
-        recorder: AttentionRecorder | None,
+        shared: SharedInputs,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the next layer's hidden states (s, B, C) and position state.
 
         Args:
             hidden_states: (s, B, C).
             state: the position state (see `PositionEncoding`); None if the encoding has none.
-            packing: the boundaries of packed documents, or the segments of shifted sparse
-                attention.
-            recorder: records and replays attention under selective activation checkpointing.
+            shared: the inputs that all layers share.
         """
         normed = self.input_layernorm(hidden_states)
         state, positions = self.position.enter(state, normed)
-        attention_output, averaged = self.self_attention(normed, positions, packing, recorder)
+        in_attention = self.position.to_attention(positions, shared)
+        attention_output, averaged = self.self_attention(normed, in_attention, shared)
+        averaged = self.position.from_attention(averaged, shared)
         hidden_states = hidden_states + attention_output
 
         # The second result is the bias, which is None.

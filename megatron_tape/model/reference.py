@@ -10,7 +10,8 @@ numbers, first all real parts, then all imaginary parts.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,13 @@ class ReferenceConfig:
     rope_beta_fast: float = 32.0
     rope_truncate: bool = True
     rope_attention_factor: float | None = None
+    rope_scaling_layers: str = "all"
+    rope_local_theta: float | None = None
     layers_without_positions: int | None = None
+    temperature_scale: float = 0.0
+    temperature_floor_scale: int = 8192
+    sliding_window: int | None = None
+    full_attention_every: int | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
     """Input of the position MLP's gate: the output of the `mlp` (released code) or of `attention`
@@ -49,6 +56,15 @@ class ReferenceConfig:
     increments: str = "fixed"
     """How learned increments of positions are computed, if the weights contain any (see `forward`):
     `signed` for the linear form, any other value for the sigmoid."""
+
+    def in_window(self) -> "ReferenceConfig":
+        """Return the settings of the frequencies in layers with a window."""
+        changes: dict[str, Any] = {}
+        if self.rope_local_theta is not None:
+            changes["rope_theta"] = self.rope_local_theta
+        if self.rope_scaling_layers == "full":
+            changes |= {"rope_scaling_type": "linear", "rope_scaling_factor": 1.0}
+        return replace(self, **changes)
 
 
 def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
@@ -116,15 +132,23 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
 
 
+def conjugate(z: Tensor) -> Tensor:
+    """Return the complex conjugate of z (..., D)."""
+    z_re, z_im = z.chunk(2, dim=-1)
+    return torch.cat([z_re, -z_im], dim=-1)
+
+
 def attend(
     q_BSHD: Tensor,
     k_BTGD: Tensor,
     v_BTGE: Tensor,
     documents_BT: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal softmax attention (B, S, H, E). The queries belong to the last S of T tokens.
 
-    Tokens attend only to tokens with the same number in `documents_BT`, for packed documents.
+    Tokens attend only to tokens with the same number in `documents_BT`, for packed documents, and
+    only to the last `window` tokens, including their own.
     """
     B, S, H, D = q_BSHD.shape
     T = k_BTGD.shape[1]
@@ -134,6 +158,8 @@ def attend(
     visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
     if documents_BT is not None:
         visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    if window is not None:
+        visible = visible & torch.ones_like(visible).triu(1 - window)
     hidden = ~visible[:, :, T - S :]
     weights_BHST = scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("bhst,bthe->bshe", weights_BHST, v_BTHE)
@@ -176,6 +202,20 @@ def forward(
     factor = attention_factor(config)
     phases = factor * rope_phases(positions, frequencies)
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
+    # Layers with a window may have other frequencies. There, the state is multiplied by the ratio
+    # of their phases to those of the other layers.
+    in_window = config.in_window()
+    window_phases = rope_phases(positions, rope_frequencies(in_window, D))
+    window_ratio = (
+        rotate(window_phases, conjugate(phases)) * attention_factor(in_window) / factor**2
+    )
+    window_ratio = window_ratio.to(x.dtype)[..., None, :].expand(B, S, G, D)
+    # In layers without positions, the temperature grows with the position in the document.
+    index = torch.arange(S, device=x.device).expand(B, S)
+    if documents is not None:
+        index = index - torch.searchsorted(documents, documents)
+    steps = (index + 1) // config.temperature_floor_scale
+    temperature = 1 + config.temperature_scale * torch.log(steps + 1.0)
     hidden_states = []
     position_states = []
 
@@ -213,18 +253,35 @@ def forward(
         if "self_attn.q_norm.weight" in w:
             q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
             k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
+        # Every n-th layer, counted from 1, attends to all tokens.
+        window = config.sliding_window
+        if config.full_attention_every and (layer + 1) % config.full_attention_every == 0:
+            window = None
+        has_own_frequencies = window is not None and in_window != config
+        state = z
+        if has_own_frequencies:
+            state = rotate(z, window_ratio)
         # Every n-th layer, counted from 1, does not rotate.
         every = config.layers_without_positions
         if not every or (layer + 1) % every:
-            q = rotate(q, z.repeat_interleave(H // G, dim=2))
-            k = rotate(k, z)
+            q = rotate(q, state.repeat_interleave(H // G, dim=2))
+            k = rotate(k, state)
+        else:
+            q = q * temperature[..., None, None].to(q.dtype)
         # The same weights average the values and the position states.
         o, u = attend(
             q,
             k,
-            torch.cat([v, z], dim=-1),
+            torch.cat([v, state], dim=-1),
             documents,
+            window,
         ).split(D, dim=-1)
+        if has_own_frequencies:
+            squared_modulus = (attention_factor(in_window) / factor) ** 2
+            u = (
+                rotate(u, conjugate(window_ratio).repeat_interleave(H // G, dim=2))
+                / squared_modulus
+            )
         o = o.reshape(B, S, H * D)
         if "self_attn.gate_proj.weight" in w:
             o = o * torch.sigmoid(y @ w["self_attn.gate_proj.weight"].T)

@@ -5,7 +5,7 @@ torch.
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import lacks, unsupported_heads
-from megatron_tape.position import encoding_of
+from megatron_tape.position import attention_needs, encoding_of
 
 
 def validate_model(model: ModelConfig) -> None:
@@ -52,12 +52,13 @@ def validate_model(model: ModelConfig) -> None:
 
     # `auto` is resolved on the device, where only supported backends are candidates.
     if model.attention_backend != "auto":
-        why = lacks(model.attention_backend, encoding.needs)
+        why = lacks(model.attention_backend, attention_needs(model))
         if why is not None:
             raise ConfigError(
                 ("model.attention_backend", "model.position_encoding"),
                 f"is {model.attention_backend}, which {why}, as model.position_encoding"
-                f" {model.position_encoding} requires",
+                f" {model.position_encoding}{' with model.sliding_window' * model.needs_window}"
+                " requires",
                 "choose another backend, or auto",
             )
         why = unsupported_heads(model.attention_backend, model.head_dim)
@@ -83,4 +84,32 @@ def validate_model(model: ModelConfig) -> None:
             " without positions",
             "lower it, or remove it",
         )
+    if model.temperature_scale and every is None:
+        raise ConfigError(
+            ("model.temperature_scale", "model.layers_without_positions"),
+            "applies only to layers without positions, and there are none",
+            "set model.layers_without_positions, or remove model.temperature_scale",
+        )
+
+    _check_window(model)
     encoding.check()
+
+
+def _check_window(model: ModelConfig) -> None:
+    """Raise ConfigError if the layers that attend to all tokens are not some of several."""
+    every = model.full_attention_every
+    if every is None:
+        return
+    if model.sliding_window is None:
+        raise ConfigError(
+            ("model.full_attention_every", "model.sliding_window"),
+            "has no effect, since all layers attend to all tokens",
+            "set model.sliding_window, or remove model.full_attention_every",
+        )
+    if every > model.num_layers:
+        raise ConfigError(
+            "model.full_attention_every",
+            f"is {every}, more than model.num_layers {model.num_layers}, so no layer would attend"
+            " to all tokens",
+            "lower it, or remove it",
+        )

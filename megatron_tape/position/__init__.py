@@ -21,7 +21,7 @@ from megatron_tape.position.encoding import (
 )
 from megatron_tape.position.fire import FirePosition
 from megatron_tape.position.fox import FoxPosition
-from megatron_tape.position.from_config import encoding_of, model_config
+from megatron_tape.position.from_config import attention_needs, encoding_of, model_config
 from megatron_tape.position.nope import NoPosition
 from megatron_tape.position.path import PathPosition
 from megatron_tape.position.path_fox import PathFoxPosition
@@ -67,6 +67,7 @@ __all__ = [
     "PositionEncoding",
     "PositionInputs",
     "Positive",
+    "attention_needs",
     "encoding_of",
     "model_config",
     "register",

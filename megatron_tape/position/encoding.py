@@ -336,6 +336,26 @@ class PositionEncoding:
 
     # Computation.
 
+    def window_phases(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the phases of layers with a window, (S, B or 1, 1, D), if these layers rotate with
+        other frequencies than the state does; otherwise None.
+
+        `positions_SB` is as in `initial_state`.
+        """
+        return None
+
+    def inputs_in_window(self, inputs: PositionInputs, phases: Tensor) -> PositionInputs:
+        """Return `inputs`, the result of `position_inputs`, for a layer with a window, whose
+        frequencies differ. `phases` is the result of `window_phases`.
+        """
+        return inputs
+
+    def average_from_window(self, averaged_SBhD: Tensor, phases: Tensor) -> Tensor:
+        """Return the average of the state that attention has computed in a layer with a window, in
+        the frequencies of the other layers.
+        """
+        return averaged_SBhD
+
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
         """Return ascending positions of a sequence of S = `length` tokens, int64 (S,); None means
         0, 1, ...

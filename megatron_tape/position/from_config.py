@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import build
+from megatron_tape.ops.backends import WINDOW
 from megatron_tape.position.encoding import PositionEncoding
 from megatron_tape.position.some_layers import in_some_layers
 
@@ -40,3 +41,13 @@ def encoding_of(
     if model.layers_without_positions is not None:
         encoding = in_some_layers(encoding)
     return encoding(model, token_layout, fused)
+
+
+def attention_needs(model: ModelConfig) -> frozenset[str]:
+    """Return the capabilities (see `ops.backends`) that attention needs for the positional encoding
+    of `model` and its window.
+    """
+    needs = encoding_of(model).needs
+    if model.needs_window:
+        needs |= {WINDOW}
+    return needs

@@ -10,9 +10,11 @@ Attention depends only on position differences, so a sum may include tokens befo
 document, or padding.
 """
 
+import copy
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import ROTATION
@@ -43,6 +45,8 @@ class FrequencySettings(EncodingSettings):
 
     rope_scaling_type = "linear"
     rope_scaling_factor = 1.0
+    rope_scaling_layers = "all"
+    rope_local_theta: ClassVar[float | None] = None
     increments = "fixed"
 
     rope_theta: Bounded = 10000.0
@@ -97,6 +101,12 @@ class ScaledSettings(FrequencySettings):
 class RotarySettings(ScaledSettings):
     """The frequencies of the rotation, their scaling, and the position increments."""
 
+    rope_scaling_layers: Literal["all", "full"] = "all"
+    """Layers whose frequencies are scaled: all, or only those that attend to all tokens, as in
+    OLMo 3 and Gemma 3. full requires model.full_attention_every."""
+    rope_local_theta: Bounded | None = None
+    """Base of the rotary frequencies in layers with a sliding window, 10,000 in Gemma 3. Default:
+    rope_theta. Requires model.full_attention_every."""
     increments: Literal["fixed", "learned", "signed"] = "fixed"
     """Increment from the position of one token to the next. fixed: 1. learned and signed: computed
     from the token's content, initially 1; learned increments stay between 0 and 2, signed ones are
@@ -138,6 +148,7 @@ class RotaryPosition(PositionEncoding):
     def check(self):
         """Raise ConfigError if no frequency rotates, or the scaling's bounds are not in order."""
         settings = self.settings
+        self._check_layer_types()
         dim = self.model.head_dim
         if settings.rope_share * dim // 2 < 1:
             raise ConfigError(
@@ -167,6 +178,34 @@ class RotaryPosition(PositionEncoding):
                 f"{settings.rope_theta} is not above 1, which model.position.rope_scaling_type yarn"
                 " requires",
                 "raise model.position.rope_theta",
+            )
+
+    def _check_layer_types(self) -> None:
+        """Raise ConfigError if layers with a window should have frequencies of their own, but there
+        are no such layers, no others, or no fixed positions.
+        """
+        settings = self.settings
+        if settings.rope_local_theta is not None:
+            setting = "model.position.rope_local_theta"
+            rule = f"{settings.rope_local_theta}"
+        elif settings.rope_scaling_layers == "full":
+            setting = "model.position.rope_scaling_layers"
+            rule = "full"
+        else:
+            return
+
+        if self.model.full_attention_every is None:
+            raise ConfigError(
+                (setting, "model.full_attention_every"),
+                f"is {rule}, but not all layers have a window and others do not",
+                "set model.sliding_window and model.full_attention_every, or remove it",
+            )
+        if self.learns_increments:
+            raise ConfigError(
+                (setting, "model.position.increments"),
+                f"is {rule}, which requires model.position.increments fixed, not"
+                f" {settings.increments}",
+                f"remove {setting}, or set model.position.increments to fixed",
             )
 
     def learns_on_entry(self, layer):
@@ -231,6 +270,34 @@ class RotaryPosition(PositionEncoding):
         groups = len(self.token_layout.local_heads(all_groups))
         all_tokens = tokens * self.token_layout.sequence_shards
         return (all_tokens, batch, groups, self.model.head_dim), dtype
+
+    @cached_property
+    def in_window(self) -> "RotaryPosition | None":
+        """This encoding with the frequencies of layers with a window, or None if they are the
+        same.
+        """
+        settings = self.settings
+        changes: dict[str, Any] = {}
+        if settings.rope_local_theta is not None:
+            changes["rope_theta"] = settings.rope_local_theta
+        if settings.rope_scaling_layers == "full":
+            changes |= {"rope_scaling_type": "linear", "rope_scaling_factor": 1.0}
+        if not changes:
+            return None
+        changed = copy.copy(self)
+        changed.settings = replace(settings, **changes)
+        changed._constants = {}
+        return changed
+
+    def window_phases(self, positions_SB, dtype):
+        """Return the phases times the attention factor, computed in float32."""
+        if self.in_window is None:
+            return None
+        return self.in_window.phases(positions_SB.float().unsqueeze(2)).to(dtype)
+
+    def inputs_in_window(self, inputs, phases):
+        """Return inputs that rotate by `phases`."""
+        return replace(inputs, z_TBGD=phases)
 
     def phases(self, positions: "Tensor") -> "Tensor":
         """Return the phases times the attention factor, (..., D), in the dtype of the real

@@ -6,8 +6,22 @@ every fourth layer.
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 from megatron_tape.position.encoding import Costs, PositionEncoding, PositionInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def temperature(positions: "Tensor", scale: float, floor_scale: int) -> "Tensor":
+    """Return the factor of the queries at these positions in layers without positions, in float32.
+
+    It is 1 + scale * log(floor((position + 1) / floor_scale) + 1), as in Llama 4 (see
+    `model.temperature_scale`).
+    """
+    steps = (positions + 1) // floor_scale
+    return 1 + scale * steps.float().log1p()
 
 
 class _SomeLayers:

@@ -13,7 +13,7 @@ increments are therefore the same for all groups.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -297,6 +297,37 @@ class TapePosition(RotaryPosition):
             average_state=self.updates(layer),
             joined_TBGE=joined,
         )
+
+    def window_phases(self, positions_SB, dtype):
+        """Return the phases of layers with a window divided by those of the other layers, in
+        float32.
+
+        The state is what layers have learned times the phases of the other layers. In a layer with
+        a window, the ratio replaces these phases by its own.
+        """
+        from megatron_tape.ops.rotation import inverse, rotate
+
+        if self.in_window is None:
+            return None
+        positions = positions_SB.float().unsqueeze(2)
+        return rotate(self.in_window.phases(positions), inverse(self.phases(positions)))
+
+    def inputs_in_window(self, inputs, phases):
+        """Return inputs with the state times `phases`."""
+        from megatron_tape.ops.rotation import rotate
+
+        state = inputs.z_TBGD
+        return replace(inputs, z_TBGD=rotate(state, phases).to(state.dtype), joined_TBGE=None)
+
+    def average_from_window(self, averaged_SBhD, phases):
+        """Return the average divided by the `phases` of the queries' tokens.
+
+        Both averages turn by the phases of their frequencies if all positions are shifted, so the
+        update remains equivariant.
+        """
+        from megatron_tape.ops.rotation import inverse, rotate
+
+        return rotate(averaged_SBhD, inverse(phases)).to(averaged_SBhD.dtype)
 
     def next_state(
         self,
