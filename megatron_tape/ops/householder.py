@@ -6,8 +6,8 @@ beta_l w_l w_l^T is a reflection if beta_l = 2 and |w_l| = 1. Tokens are split i
 Within a block, the product of the H has a closed form, the UT transform (section 3 of the paper). A
 query is transformed to the start of its block and then, block by block, by the product of each
 earlier block. No S x T matrix is saved, and S queries take O(S T D) operations. Axes: T tokens, B
-batch, G key/value groups, A = B * G, R query heads of a group, r queries of one call, t keys up to
-the last of them, N blocks of C tokens, D head dimension.
+batch, G key/value groups, A = B * G, R query heads of a group, r queries of one call, t keys that
+end with the last of them, N blocks of C tokens, D head dimension.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,8 @@ def through_reflections(
         *prepared: Tensor,
     ) -> Tensor:
         """Return the scores of a block of queries; `prepared` is the result of `prepare`."""
-        return scores_through_reflections(q, tokens, *prepared)
+        first_key = tokens.stop - k.shape[2]
+        return scores_through_reflections(q, tokens, first_key, *prepared)
 
     return Reflections(rows, tensors, prepare, takes_scores=False, directions=directions)
 
@@ -107,11 +108,13 @@ def blocks_of_reflections(
 def scores_through_reflections(
     q_BHrD: Tensor,
     tokens: slice,
+    first_key: int,
     keys_and_w: Tensor,
     U: Tensor,
     at_end: Tensor,
 ) -> Tensor:
-    """Return the scores (B, H, r, t) of the queries at `tokens` with all keys up to the last query.
+    """Return the scores (B, H, r, t) of the queries at `tokens` with the keys from `first_key` up to
+    the last query.
 
     `keys_and_w`, `U` and `at_end` are the results of `blocks_of_reflections`. Scores of keys after
     a query are meaningless, but finite.
@@ -119,8 +122,9 @@ def scores_through_reflections(
     B, _, r, D = q_BHrD.shape
     C = BLOCK
     first = tokens.start
-    # The number of blocks up to that of the last query, rounded up.
-    count = -(-tokens.stop // C)
+    # The blocks from that of the first key to that of the last query.
+    first_block = first_key // C
+    end_block = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
     scaled = q_BHrD.to(U.dtype) * D**-0.5
@@ -131,10 +135,12 @@ def scores_through_reflections(
     later = queries[:, r * R :]
     # Blocks are separated by `unbind`: indexing one block at a time would create a gradient as
     # large as the whole tensor for each of them.
-    keys_and_w, U, at_end = (x[:count].unbind() for x in (keys_and_w, U, at_end))
+    blocks = slice(first_block, end_block)
+    keys_and_w, U, at_end = (x[blocks].unbind() for x in (keys_and_w, U, at_end))
     scores_of_blocks = []
 
-    for j in reversed(range(count)):
+    for j in reversed(range(first_block, end_block)):
+        i = j - first_block
         # Queries below `low` come before block j, those from `high` on after it.
         low = min(max(j * C - first, 0), r)
         high = min(max((j + 1) * C - first, 0), r)
@@ -144,17 +150,17 @@ def scores_through_reflections(
         if later.shape[1]:
             # One product computes these queries' scores with the block's keys, and transforms them
             # to the block's start.
-            later_scores, later = (later @ at_end[j]).split([C, D], dim=-1)
+            later_scores, later = (later @ at_end[i]).split([C, D], dim=-1)
 
         if low < high:
             inside = queries[:, low * R : high * R]
-            products, w_products = (inside @ keys_and_w[j].mT).split([C, C], dim=-1)
+            products, w_products = (inside @ keys_and_w[i].mT).split([C, C], dim=-1)
             # Only the H up to its own token apply to a query; `own` is that token's index in the
             # block.
             index = torch.arange(C, device=inside.device)
             own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
             w_products = w_products.masked_fill(index > own[:, None], 0.0)
-            reflected, change = (w_products @ U[j]).split([C, D], dim=-1)
+            reflected, change = (w_products @ U[i]).split([C, D], dim=-1)
             parts.append(products - reflected)
             later = torch.cat([inside - change, later], dim=1)
 
@@ -163,8 +169,11 @@ def scores_through_reflections(
         scores_of_blocks.append(torch.cat(parts, dim=1))
 
     # The last block was computed first. (B*G, r*R, t) becomes (B, H, r, t).
-    scores = torch.cat(scores_of_blocks[::-1], dim=-1)[..., : tokens.stop]
-    return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
+    start = first_block * C
+    scores = torch.cat(scores_of_blocks[::-1], dim=-1)
+    scores = scores[..., first_key - start : tokens.stop - start]
+    scores_ARrt = scores.unflatten(1, (r, R)).transpose(1, 2)
+    return scores_ARrt.reshape(B, -1, r, tokens.stop - first_key)
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ rows.
 
 A row holds the scores of one query and all its keys. Axes: S queries, T keys, B batch, H query
 heads, G key/value groups, r queries of a block, t keys up to the last of them, D head dimension.
+The t keys begin with the first one that a query of the block may attend to, or earlier.
 """
 
 from collections.abc import Callable

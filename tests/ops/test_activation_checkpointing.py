@@ -22,7 +22,7 @@ S = 20
 H = 4
 G = 2
 D = 8
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 15, [0] * 20])
+IN_DOCUMENTS = Visibility.of(torch.tensor([[0] * 5 + [1] * 15, [0] * 20]))
 
 
 def inputs():
@@ -30,7 +30,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
-@pytest.mark.parametrize("visibility", [None, Visibility.of(DOCUMENTS)])
+@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS, IN_DOCUMENTS.with_window(4)])
 def test_recorded_attention_has_the_same_gradients(backend, visibility):
     tensors = inputs()
     run = partial(AttentionRecorder().run, "layer")

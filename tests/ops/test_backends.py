@@ -19,7 +19,14 @@ from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.ops.visibility import Visibility, causal_mask, document_bounds
 
 CPU = torch.device("cpu")
-IN_DOCUMENTS = Visibility.of(torch.arange(21) // torch.tensor([[4], [9]]))
+DOCUMENTS = torch.arange(21) // torch.tensor([[4], [9]])
+IN_DOCUMENTS = Visibility.of(DOCUMENTS)
+WHOLE = Visibility.of_whole(DOCUMENTS)
+# Tiles have 4 queries and 6 keys. The last window is longer than the sequences.
+WINDOWS = [
+    *(WHOLE.with_window(size) for size in (1, 2, 6, 8, 20, 30)),
+    *(IN_DOCUMENTS.with_window(size) for size in (1, 3, 7)),
+]
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def flash_attn(monkeypatch):
     """
     module = ModuleType("flash_attn")
 
-    def dense(q, k, v, causal, deterministic):
+    def dense(q, k, v, causal, deterministic, window_size=(-1, -1)):
         assert causal
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         wide = v.shape[-1] > q.shape[-1]
@@ -38,7 +45,15 @@ def flash_attn(monkeypatch):
         assert not wide or q.shape[2] == k.shape[2] == v.shape[2]
         module.widths.append(v.shape[-1] // q.shape[-1])
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = causal_lower_right(q.shape[2], k.shape[2])
+        # A query sees `left` keys before the one at its place, and `right` keys after it, both
+        # inclusive. The last query is at the place of the last key.
+        left, right = window_size
+        if left < 0:
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+        else:
+            places = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+            distance = torch.arange(k.shape[2]) - places
+            mask = (distance >= -left) & (distance <= right)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
     def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **settings):
@@ -81,9 +96,11 @@ def flash_attn(monkeypatch):
 
 
 @pytest.mark.parametrize("queries", [21, 9, 1])
-@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS])
+@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS, *WINDOWS])
 @pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn 2", "flash_attn 4"])
+@pytest.mark.parametrize(
+    "backend", ["torch", "torch_wide", "tiled", "flash_attn 2", "flash_attn 4"]
+)
 def test_a_backend_equals_the_naive_backend(
     flash_attn, monkeypatch, backend, averages, visibility, queries
 ):
@@ -92,6 +109,7 @@ def test_a_backend_equals_the_naive_backend(
         flash_attn(int(version))
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
+    monkeypatch.setattr(sdpa_wide, "sdpa_kernel", lambda kernel: contextlib.nullcontext())
     tensors = draw_qkvz(21, 6, 2, 8, queries)
     ours, theirs = (
         attention(
@@ -105,6 +123,39 @@ def test_a_backend_equals_the_naive_backend(
     )
     assert (ours[1] is not None) == averages
     assert_same(ours, theirs, tensors)
+
+
+@pytest.mark.parametrize("queries", [21, 9, 1])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 8, 21, 30])
+def test_a_window_contains_the_token_and_those_before_it(window, packed, queries):
+    """Compares the naive backend with a mask that is written down pair by pair."""
+    seen = torch.zeros(2, 1, queries, 21, dtype=torch.bool)
+    for sequence in range(2):
+        for query in range(queries):
+            token = 21 - queries + query
+            for key in range(token + 1):
+                same = DOCUMENTS[sequence, key] == DOCUMENTS[sequence, token]
+                seen[sequence, 0, query, key] = token - key < window and (same or not packed)
+
+    q, k, v, z = draw_qkvz(21, 6, 2, 8, queries)
+    visibility = (IN_DOCUMENTS if packed else WHOLE).with_window(window)
+    ours = attention(
+        q,
+        k,
+        v,
+        z,
+        average_state=True,
+        visibility=visibility,
+        backend="naive",
+        rotate=False,
+    )
+    by_head = [x.permute(1, 2, 0, 3) for x in (q, k, v, z)]
+    theirs = [
+        F.scaled_dot_product_attention(*by_head[:2], value, seen, enable_gqa=True)
+        for value in by_head[2:]
+    ]
+    assert_same(ours, [x.permute(2, 0, 1, 3) for x in theirs], [q, k, v, z])
 
 
 @contextlib.contextmanager
@@ -131,9 +182,13 @@ def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
     assert values == [16]
     assert_same(ours, attention(*tensors, average_state=True, backend="naive"), tensors)
     # But not for a single key (the first step of sampling from one token), nor with a mask.
-    for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, IN_DOCUMENTS)):
+    for inputs, visibility in (
+        (draw_qkvz(1, 6, 2, 8), None),
+        (tensors, IN_DOCUMENTS),
+        (tensors, WHOLE.with_window(5)),
+    ):
         ours, theirs = (
-            attention(*inputs, average_state=True, visibility=documents, backend=name)
+            attention(*inputs, average_state=True, visibility=visibility, backend=name)
             for name in ("torch_wide", "naive")
         )
         assert len(requests) == 2
@@ -165,6 +220,10 @@ def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_att
     assert forward(128, 256, True, False, sparse_block_size_q=None)[:2] == (128, 96)
     assert backward(64, 128, True, False)[:2] == (64, 128)
     assert forward(128, 128, True, False) == backward(96, 192) == "theirs"
+    # Such values were not tried with a window.
+    window = WHOLE.with_window(5)
+    attention(*tensors, average_state=True, visibility=window, backend="flash_attn")
+    assert module.widths == [2, 2, 1, 1]
 
 
 def test_the_gradients_of_a_groups_heads_are_summed_in_fp32():
@@ -183,25 +242,34 @@ def test_flash_attn_gets_the_deterministic_flag(flash_attn):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn", "naive"])
-def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, padding):
+def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, padding, window):
     q, k, v, z = draw_qkvz(12, 4, 2, 8)
     # The second sequence is shorter and starts with padding.
     documents = (torch.arange(12) >= torch.tensor([[0], [padding]])).long()
-    whole = attention(
-        q, k, v, z, average_state=True, visibility=Visibility.of(documents), backend="naive"
-    )
+
+    def visibility_of(tokens):
+        visibility = None
+        if padding:
+            visibility = Visibility.of(documents[:, :tokens])
+        elif window is not None:
+            visibility = Visibility.of_whole(documents[:, :tokens])
+        if window is not None:
+            visibility = visibility.with_window(window)
+        return visibility
+
+    whole = attention(q, k, v, z, average_state=True, visibility=visibility_of(12), backend="naive")
     rotated_q = rotate_groups(q, z)
     rotated_k = rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
-        visibility = Visibility.of(documents[:, :b]) if padding else None
         cache = rotated_k[:b], v[:b], z[:b]
         ours = attention(
             rotated_q[a:b],
             *cache,
             average_state=True,
-            visibility=visibility,
+            visibility=visibility_of(b),
             backend=backend,
             rotate=False,
         )
@@ -227,6 +295,20 @@ def test_document_bounds_are_the_starts_of_this_and_the_next_document():
     ]
     assert causal_mask(5, 5, bounds, CPU)[0, 0].int().tolist() == expected
     assert causal_mask(2, 5, bounds, CPU)[0, 0].int().tolist() == expected[3:]
+
+
+def test_bounds_of_a_window_stay_within_documents_and_sequences():
+    documents = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 4]])
+    visibility = Visibility.of(documents).with_window(2)
+    assert visibility.bounds_2BT.tolist() == [
+        [[0, 0, 2, 2, 3], [0, 0, 1, 2, 3]],
+        [[2, 2, 4, 5, 5], [2, 3, 4, 5, 5]],
+    ]
+    assert torch.equal(visibility.documents_2BT, document_bounds(documents))
+    assert visibility.first_seen(3) == ([1, 2, 3], [2, 2, 3])
+    whole = Visibility.of_whole(documents).with_window(2)
+    assert torch.equal(whole.bounds_2BT[:, 0], visibility.bounds_2BT[:, 1])
+    assert whole.documents_2BT is None
 
 
 def test_inconsistent_arguments_are_refused():

@@ -16,6 +16,7 @@ from megatron_tape.ops.backends import (
     REFLECTIONS,
     ROTATION,
     SCORES,
+    WINDOW,
     choice,
 )
 from megatron_tape.ops.backends.choice import (
@@ -80,6 +81,17 @@ def flash_attn(monkeypatch, installed):
         ({SCORES}, {}, "tiled", "tiled"),
         ({REFLECTIONS, GATE}, {"dim": 128}, "fla", "tiled"),
         ({REFLECTIONS}, {"dim": 96}, "tiled", "tiled"),
+        # A window: kernels that skip the keys outside of it.
+        ({WINDOW}, {}, "triton", "tiled"),
+        ({WINDOW}, {"dtype": FP32, "dim": 128}, "triton", "tiled"),
+        ({WINDOW}, {"without": {"triton"}}, "torch", "tiled"),
+        ({AVERAGE, WINDOW}, {}, "triton", "tiled"),
+        ({AVERAGE, WINDOW}, {"dim": 128, "packed": True}, "triton", "tiled"),
+        ({GATE, WINDOW}, {}, "fla", "tiled"),
+        ({POINTWISE, WINDOW}, {}, "flex", "tiled"),
+        ({REFLECTIONS, WINDOW}, {"dim": 128}, "tiled", "tiled"),
+        ({REFLECTIONS, GATE, WINDOW}, {"dim": 128}, "tiled", "tiled"),
+        ({SCORES, WINDOW}, {}, "tiled", "tiled"),
     ],
 )
 def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(
@@ -110,6 +122,9 @@ def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(
         (2, {ROTATION}, {"dim": 128}, "torch"),
         *((version, set(), {"packed": True}, "flash_attn") for version in (2, 4)),
         (2, set(), {"segments": True}, "flash_attn"),
+        *((version, {ROTATION, WINDOW}, {"dim": 64}, "flash_attn") for version in (2, 4)),
+        (4, {ROTATION, WINDOW}, {"dtype": FP32}, "triton"),
+        (4, {AVERAGE, WINDOW}, {"dim": 128}, "triton"),
         (2, set(), {}, "torch"),
     ],
 )
@@ -203,6 +218,7 @@ def test_a_deterministic_run_uses_neither_cudnn_nor_flash_attn_4(flash_attn, mon
         ("torch_wide", GPU, {AVERAGE}, {"dim": 128}),
         ("fla", GPU, {REFLECTIONS}, {"dim": 96}),
         ("torch", CPU, {SCORES}, {}),
+        ("fla", GPU, {REFLECTIONS, WINDOW}, {"dim": 64}),
     ],
 )
 def test_a_named_backend_that_cannot_run_is_refused(installed, requested, device, needs, settings):

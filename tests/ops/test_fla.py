@@ -25,7 +25,9 @@ LENGTH = 70
 HEADS = 6
 GROUPS = 2
 DIM = 16
-IN_DOCUMENTS = Visibility.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
+DOCUMENTS = torch.arange(LENGTH) // torch.tensor([[14], [40]])
+IN_DOCUMENTS = Visibility.of(DOCUMENTS)
+WHOLE = Visibility.of_whole(DOCUMENTS)
 
 
 def stand_in(monkeypatch, name, make):
@@ -61,10 +63,9 @@ def gates(plain):
     def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
         assert all(x.is_contiguous() for x in (q, k, v, g))
         assert g.shape == q.shape[:3]
-        assert window_size is None
         parts = [[x[:, a:b] for x in (q, k, v, g)] for a, b in documents(q, cu_seqlens)]
         return torch.cat(
-            [plain.naive_forgetting_attn(*part, scale) for part in parts],
+            [plain.naive_forgetting_attn(*part, scale, window_size) for part in parts],
             dim=1,
         )
 
@@ -102,10 +103,13 @@ def fla(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("visibility", [None, IN_DOCUMENTS])
+@pytest.mark.parametrize(
+    "visibility",
+    [None, IN_DOCUMENTS, WHOLE.with_window(20), IN_DOCUMENTS.with_window(9)],
+)
 @pytest.mark.parametrize(
     "reflects, gated",
-    [(False, True), (True, False), (True, True)],
+    [(False, False), (False, True), (True, False), (True, True)],
 )
 def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, visibility):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
@@ -125,6 +129,10 @@ def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, visibili
     else:
         options["z_TBGD"] = z
         leaves.append(z)
+    if reflects and visibility is not None and visibility.window is not None:
+        with pytest.raises(ValueError, match="sliding window and apply the reflections|at once"):
+            attention(q, k, v, backend="fla", **options)
+        return
     ours, theirs = (attention(q, k, v, backend=name, **options) for name in ("fla", "naive"))
     assert_same(ours, theirs, leaves)
     with pytest.raises(ValueError, match="use tiled"):

@@ -27,6 +27,13 @@ GROUPS = 2
 DIM = 16
 CPU = torch.device("cpu")
 IN_DOCUMENTS = Visibility.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
+WHOLE = Visibility.of_whole(torch.zeros(2, LENGTH))
+VISIBILITIES = [
+    None,
+    IN_DOCUMENTS,
+    *(WHOLE.with_window(size) for size in (1, 2, 8, 30)),
+    IN_DOCUMENTS.with_window(5),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +67,12 @@ def table_bias(table):
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
-@pytest.mark.parametrize("packed", [False, True])
-def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
+@pytest.mark.parametrize("visibility", VISIBILITIES)
+def test_flex_equals_the_naive_backend_with_all_gradients(visibility, queries):
     tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
     table = draw(12, HEADS, seed=5)
     logits = draw(LENGTH, 2, HEADS, seed=6)
-    options = {"visibility": IN_DOCUMENTS if packed else None, "rotate": queries == LENGTH}
+    options = {"visibility": visibility, "rotate": queries == LENGTH}
     options |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
     ours, theirs = (
         attention(*tensors, backend=backend, **options) for backend in ("flex", "naive")
@@ -122,14 +129,19 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
     "S, T",
     [(256, 256), (40, 300), (1, 129), (130, 390)],
 )
+@pytest.mark.parametrize("window", [None, 1, 60, 128, 200])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
+def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed, window):
+    visibility = None
     if packed:
-        starts = Visibility.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0]
-    else:
-        starts = None
+        visibility = Visibility.of(torch.arange(T) // torch.tensor([[70], [140]]))
+    if window is not None:
+        visibility = (visibility or Visibility.of_whole(torch.zeros(2, T))).with_window(window)
+    starts = None
+    if visibility is not None:
+        starts = visibility.bounds_2BT[0]
     ours = flex.block_mask(S, T, starts, CPU)
-    theirs = create_block_mask(ours.mask_mod, 2 if packed else 1, 1, S, T, device="cpu")
+    theirs = create_block_mask(ours.mask_mod, 1 if starts is None else 2, 1, S, T, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -142,6 +154,10 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch):
     alibi = dict(position_encoding="alibi", kv_channels=16)
     shapes = kernel_shapes(small_model(**alibi))
     assert len(parity.score_checks("flex", shapes, torch.float32, CPU)) == 2
+    windowed = kernel_shapes(small_model(**alibi, sliding_window=5))
+    assert [*parity.score_checks("flex", windowed, torch.float32, CPU)][2:] == [
+        "attention with gates in a window"
+    ]
 
     failures = []
     layout = layout_of(lambda value: [value, *failures])

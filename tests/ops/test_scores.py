@@ -15,7 +15,14 @@ LENGTH = 21
 HEADS = 6
 GROUPS = 2
 DIM = 8
-VISIBILITIES = [None, Visibility.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))]
+IN_DOCUMENTS = Visibility.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
+WHOLE = Visibility.of_whole(torch.zeros(2, LENGTH))
+VISIBILITIES = [
+    None,
+    IN_DOCUMENTS,
+    *(WHOLE.with_window(size) for size in (1, 2, 6, 8, 30)),
+    *(IN_DOCUMENTS.with_window(size) for size in (1, 7)),
+]
 
 
 @pytest.fixture(autouse=True)

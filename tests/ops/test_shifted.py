@@ -22,9 +22,9 @@ D = 32
 DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
 
 
-def explicit(q, k, v, z, average, documents):
+def explicit(q, k, v, z, average, documents, window=None):
     """Compute attention with a mask per head: segments of a quarter of the tokens, half of the
-    heads shifted.
+    heads shifted, and a window.
     """
     heads = q.shape[2]
     groups = k.shape[2]
@@ -43,6 +43,8 @@ def explicit(q, k, v, z, average, documents):
     )
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None])
+    if window is not None:
+        seen = seen & (torch.arange(T)[:, None] - torch.arange(T) < window)
     k, v, z = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v, z))
     scores = (
         torch.einsum(
@@ -65,26 +67,34 @@ def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **m
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, averages, documents):
+@pytest.mark.parametrize("window", [None, 1, 5, 9])
+def test_every_backend_equals_explicit_masks(
+    monkeypatch, backend, groups, averages, documents, window
+):
     monkeypatch.setattr(tiled, "QUERIES", 4)
     monkeypatch.setattr(tiled, "KEYS", 8)
     tensors = draw_qkvz(T, 3 * groups, groups, D)
     visibility = None if documents is None else Visibility.of(documents)
     segments = ShiftedSegments.of(torch.zeros(B, T), visibility, unshifted_groups(groups))
+    if window is not None:
+        segments = segments.with_window(window)
     ours = shifted_attention(*tensors, segments, averages, backend)
-    plain = explicit(*tensors, averages, documents)
+    plain = explicit(*tensors, averages, documents, window)
     assert_same(ours, plain, tensors)
 
 
-def test_triton_is_as_exact_as_explicit_masks():
+@pytest.mark.parametrize("window", [None, 7])
+def test_triton_is_as_exact_as_explicit_masks(window):
     tensors = draw_qkvz(T, 9, 3, D, dtype=torch.float32)
     segments = ShiftedSegments.of(
         torch.zeros(B, T),
         Visibility.of(DOCUMENTS),
         unshifted_groups(3),
     )
+    if window is not None:
+        segments = segments.with_window(window)
     ours = partial(shifted_attention, segments=segments, averages=True, backend="triton")
-    plain = partial(explicit, average=True, documents=DOCUMENTS)
+    plain = partial(explicit, average=True, documents=DOCUMENTS, window=window)
     assert inexact(ours, plain, tensors, torch.float32) is None
 
 

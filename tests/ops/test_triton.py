@@ -16,7 +16,7 @@ from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import FusedKernels, kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS, choice, sdpa_wide
+from megatron_tape.ops.backends import BACKENDS, choice, sdpa_wide, tiled
 from megatron_tape.ops.kernels import (
     triton_attention,
     triton_position_update,
@@ -72,7 +72,9 @@ def assert_as_exact_as_torch(attend, inputs, dtype):
     assert inexact(partial(attend, "triton"), partial(attend, PLAIN), inputs, dtype) is None
 
 
-def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None, wide=True):
+def check_attention(
+    length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None, wide=True, window=None
+):
     """Compare with torch's backend; `ends` are the ends of documents, by sequence."""
     batch = 1 if ends is None else 2
     counts = (heads, groups, groups, groups)
@@ -81,6 +83,9 @@ def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None,
     if ends is not None:
         documents = [(torch.arange(length)[:, None] >= torch.tensor(row)).sum(1) for row in ends]
         visibility = Visibility.of(torch.stack(documents).to(DEVICE))
+    if window is not None:
+        visibility = visibility or Visibility.of_whole(torch.zeros(batch, length, device=DEVICE))
+        visibility = visibility.with_window(window)
 
     def attend(backend, *tensors):
         return attention(*tensors, average_state=wide, visibility=visibility, backend=backend)
@@ -89,6 +94,9 @@ def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None,
 
 
 SMALL_HEADS = dict(heads=2, groups=1, dim=32)
+WINDOWS = [(65, 1), (65, 2), (129, 32), (129, 33), (63, 64), (200, 70)]
+"""Lengths and sizes of windows: of single tokens, at the edge of a tile and beyond, and longer than
+the sequence."""
 UNEVEN = [
     dict(length=65, ends=[[7, 8, 40], [64]]),
     dict(length=130, ends=[[1, 128], [65, 66]]),
@@ -114,20 +122,40 @@ def test_attention(case):
     check_attention(**case)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        # In fp32, tiles have 32 queries and 32 keys; in bf16, 128 and 64 forward.
+        *(SMALL_HEADS | dict(length=length, window=w) for length, w in WINDOWS),
+        dict(dtype=BF16, length=330, window=70),
+        dict(dtype=BF16, length=330, window=70, ends=[[300], [3, 210]], dim=128),
+        dict(dtype=BF16, length=130, window=9, wide=False),
+        SMALL_HEADS | dict(length=130, window=40, ends=[[1, 128], [65, 66]]),
+    ],
+    ids=str,
+)
+def test_attention_in_a_window(monkeypatch, deterministic, case):
+    monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: deterministic)
+    check_attention(**case)
+
+
 def test_attention_without_a_state():
     inputs = [draw(65, 1, n, 64, dtype=BF16, seed=n) for n in (4, 2, 2)]
     assert_as_exact_as_torch(lambda backend, *x: attention(*x, backend=backend), inputs, BF16)
 
 
 @pytest.mark.parametrize(
-    "queries, keys, dim, dtype, packed",
+    "queries, keys, dim, dtype, packed, window",
     [
-        (1, 64, 32, FP32, False),
-        (1, 101, 64, BF16, True),
-        (70, 130, 80, BF16, False),
+        (1, 64, 32, FP32, False, None),
+        (1, 101, 64, BF16, True, None),
+        (70, 130, 80, BF16, False, None),
+        (1, 101, 32, FP32, False, 40),
+        (70, 130, 32, FP32, True, 33),
     ],
 )
-def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, packed):
+def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, packed, window):
     inputs = [
         draw(n, 2, h, dim, dtype=dtype, seed=h)
         for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))
@@ -135,6 +163,8 @@ def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, 
     starts = torch.tensor([[keys - 20], [3]], device=DEVICE)
     documents = torch.arange(keys, device=DEVICE) >= starts
     visibility = Visibility.of(documents) if packed else None
+    if window is not None:
+        visibility = (visibility or Visibility.of_whole(documents.long())).with_window(window)
     assert_as_exact_as_torch(
         lambda backend, *x: attention(
             *x, average_state=True, visibility=visibility, backend=backend, rotate=False
@@ -407,6 +437,38 @@ def test_the_update_writes_the_state_into_the_next_layers_value(
         torch.testing.assert_close(ours, plain, atol=5e-2, rtol=5e-2)
 
 
+@pytest.mark.parametrize("backend", ["tiled", "triton", "triton deterministic"])
+def test_tiles_outside_of_all_windows_are_skipped(monkeypatch, backend):
+    """NaN in tokens that a tile does not need would reach the results of tiles that read them."""
+    backend, deterministic, _ = backend.partition(" ")
+    monkeypatch.setattr(triton_attention, "sums_in_one_order", lambda: bool(deterministic))
+    # The size of Triton's tiles in fp32.
+    monkeypatch.setattr(tiled, "QUERIES", 32)
+    monkeypatch.setattr(tiled, "KEYS", 32)
+    length = 330
+    inputs = [draw(length, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
+    visibility = Visibility.of_whole(torch.zeros(1, length, device=DEVICE)).with_window(40)
+
+    def results(poisoned):
+        leaves = [x.clone() for x in inputs]
+        for x in leaves:
+            x[poisoned] = float("nan")
+            x.requires_grad_()
+        outputs = attention(
+            *leaves, average_state=True, visibility=visibility, backend=backend, rotate=False
+        )
+        torch.autograd.backward(outputs, [x.detach() for x in attention_grads])
+        return [*outputs, *(leaf.grad for leaf in leaves)]
+
+    attention_grads = [draw(length, 1, 4, 32, dtype=FP32, seed=8 + i) for i in range(2)]
+    clean = results(slice(0, 0))
+    # Tokens from 128 on do not see the first 64, nor the tiles that these are in. Tokens before 224
+    # are not seen from 288 on.
+    for poisoned, kept in ((slice(0, 64), slice(192, None)), (slice(288, None), slice(0, 224))):
+        for ours, theirs in zip(results(poisoned), clean, strict=True):
+            assert torch.equal(ours[kept], theirs[kept])
+
+
 def failure():
     shapes = kernel_shapes(model_config(**SMALL), 2)
     return backend_fails("triton", shapes, FP32, DEVICE)
@@ -423,6 +485,13 @@ def scaled_by_two(function, *inputs, **options):
 def test_kernels_are_checked_before_training(monkeypatch):
     monkeypatch.setattr(parity, "LENGTH", 33)
     assert failure() is None
+    # Windows are checked only for models that have one.
+    for changes, checked in (({}, 0), ({"sliding_window": 48}, 0), ({"sliding_window": 47}, 3)):
+        shapes = kernel_shapes(model_config(**SMALL, **changes), 2)
+        checks = parity.kernel_checks(shapes, FP32, DEVICE, 33)
+        assert sum(parity.WINDOWED in name for name in checks) == checked
+        assert shapes.windowed == bool(checked)
+        assert backend_fails("triton", shapes, FP32, DEVICE) is None
 
     for kernels, name in (
         (triton_attention, "attend"),

@@ -4,8 +4,8 @@ PaTH-FoX.
 A row holds the scores of one query and all its keys. These encodings compute a score from several
 keys of the row. Blocks are recomputed in the backward pass, so no S x T matrix is saved. The
 reference is `naive.py`. Axes: S queries, T keys (the last S of them are the queries' own tokens), B
-batch, H query heads, G key/value groups, r queries of a block, t keys up to the last of them, D
-head dimension, E width of all values together.
+batch, H query heads, G key/value groups, r queries of a block, t keys from the first that they see
+up to the last of them, D head dimension, E width of all values together.
 """
 
 import torch
@@ -32,11 +32,13 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     # keep the queries and keys before their rotation, too.
     bias = x.bias
     rescore = x.rescore
+    S = len(q)
     bounds_2BT = None
+    first_seen = [0] * S
     if x.visibility is not None:
         bounds_2BT = x.visibility.bounds_2BT
+        first_seen, _ = x.visibility.first_seen(S)
     tensors = rescore.prepared(q_BHSD, k_BGTD)
-    S = len(q)
     offset = len(k) - S
 
     def attend_block(first: int) -> Tensor:
@@ -44,14 +46,15 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         queries = q_BHSD[:, :, first : first + rows]
         count = queries.shape[2]
         first_token = offset + first
-        # Keys of later tokens are not visible.
         stop = first_token + count
         tokens = slice(first_token, stop)
-        keys = k_BGTD[:, :, :stop]
+        # The first query sees the earliest keys, and keys of later tokens are not visible.
+        seen_tokens = slice(first_seen[first], stop)
+        keys = k_BGTD[:, :, seen_tokens]
         bounds = None
         if bounds_2BT is not None:
-            bounds = bounds_2BT[..., :stop]
-        seen = causal_mask(count, stop, bounds, queries.device)
+            bounds = bounds_2BT[..., seen_tokens] - seen_tokens.start
+        seen = causal_mask(count, keys.shape[2], bounds, queries.device)
 
         scores = None
         if rescore.takes_scores:
@@ -65,10 +68,10 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
             *tensors,
         )
         if bias is not None:
-            scores = scores + bias.of(tokens, slice(0, stop))
+            scores = scores + bias.of(tokens, seen_tokens)
 
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        average_BHrE = _group_products(p, v_BGTE[:, :, :stop])
+        average_BHrE = _group_products(p, v_BGTE[:, :, seen_tokens])
         return average_BHrE.permute(2, 0, 1, 3).to(output_dtype)
 
     blocks = [
