@@ -1,6 +1,7 @@
 """Time the attention backends with TAPE and with RoPE.
 
-    python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--flex] [--output FILE.json]
+    python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--window 1024] [--flex]
+        [--output FILE.json]
 
 A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both
 encodings rotate queries and keys; TAPE also averages its position state and computes the state's
@@ -11,6 +12,9 @@ reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE'
 TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and
 five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
 but not timed.
+
+With --window, each candidate is also timed in a sliding window of that size, in turn with the same
+candidate without it. A second table has the time without the window divided by that with it.
 """
 
 import argparse
@@ -34,6 +38,7 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, ROTATION, lacks
 from megatron_tape.ops.backends.choice import choose_backend, unsupported
 from megatron_tape.ops.parity import Check, inexact
+from megatron_tape.ops.visibility import Visibility
 
 NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
 """Features that each encoding requires of a backend."""
@@ -42,6 +47,8 @@ PRODUCTS = {
     "tape": {"forward": 3, "forward+backward": 10},
 }
 """Number of matrix products in each encoding's attention, each of heads x S x S x head_dim."""
+IN_WINDOW = "in a window: "
+"""Prefix of the names of runs with a window."""
 
 
 class Shape(NamedTuple):
@@ -113,17 +120,30 @@ def initial_phases(length: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device_here(), dtype)
 
 
+def in_window(window: int, length: int, batch: int) -> Visibility:
+    """Return the visibility of `batch` sequences of `length` tokens with a sliding window."""
+    tokens = torch.zeros(batch, length, device=device_here())
+    return Visibility.of_whole(tokens).with_window(window)
+
+
 def attend(
-    encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor
+    encoding: str,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    visibility: Visibility | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the averages of the values (S, B, H, D) and, with TAPE, those of z; None with RoPE.
 
     Shapes are those of `random_inputs`. RoPE uses its phases instead of z.
     """
+    options = {"backend": backend, "visibility": visibility}
     if encoding == "tape":
-        return attention(q, k, v, z, average_state=True, backend=backend)
+        return attention(q, k, v, z, average_state=True, **options)
     phases = initial_phases(len(z), z.shape[-1], q.dtype)  # without a gradient
-    return attention(q, k, v, phases, backend=backend)
+    return attention(q, k, v, phases, **options)
 
 
 def candidates(
@@ -156,30 +176,43 @@ def candidates(
     return names, rejected
 
 
-def naive_comparison(name: str, shape: Shape, dtype: torch.dtype) -> Check:
+def naive_comparison(
+    name: str, shape: Shape, dtype: torch.dtype, window: int | None = None
+) -> Check:
     """Return the comparison of a candidate with the naive backend, for one sequence of `shape`."""
     encoding, backend = name.split()
-    candidate, naive = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
+    options = {}
+    if window is not None:
+        options["visibility"] = in_window(window, shape.length, batch=1)
+    candidate, naive = (
+        functools.partial(attend, encoding, each, **options) for each in (backend, "naive")
+    )
     return Check(candidate, naive, random_inputs(shape, 1, dtype))
 
 
-def why_inexact(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
+def why_inexact(
+    name: str, length: int, shape: Shape, dtype: torch.dtype, window: int | None = None
+) -> str | None:
     """Return why a candidate is not exact for sequences of `length` tokens, or None if its errors
     are at most twice those of plain torch.
 
     `shape` gives the sizes of heads and groups; its length is not used.
     """
     try:
-        problem = inexact(*naive_comparison(name, shape._replace(length=length), dtype), dtype)
+        comparison = naive_comparison(name, shape._replace(length=length), dtype, window)
+        problem = inexact(*comparison, dtype)
     except Exception as error:  # a compiler may raise anything
         problem = describe_error(error)
     if problem:
-        return f"{length} tokens: {problem}"
+        where = f"{length} tokens"
+        if window is not None:
+            where += f", window {window}"
+        return f"{where}: {problem}"
     return None
 
 
 def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Iterator[dict]:
-    """Time every exact candidate, forward and forward + backward.
+    """Time every exact candidate, forward and forward + backward, without and with the window.
 
     Yield the result so far after each candidate's check and each direction, so that it can be
     recorded. It is one dictionary, which is completed in place. Candidates that are not yet checked
@@ -187,12 +220,18 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     """
     dtype = DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // shape.length)
+    window = arguments.window
+    if window is not None and window >= shape.length:
+        # A window that hides nothing is no window.
+        window = None
     names, rejected = candidates(shape.head_dim, dtype, flex=arguments.flex)
     result = {
         "shape": str(shape),
         "batch": batch,
         "auto": auto_candidates(shape, dtype),
         "timed": {},
+        "window": window,
+        "in_window": {},
         "of_rope": {},
         "rejected": rejected,
         "no_time": [],
@@ -201,16 +240,28 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     # Only exact candidates are timed. The check is at most at 1,024 tokens, since scores in float64
     # need much memory.
     exact = []
+    exact_in_window = []
+    checked_length = min(shape.length, 1024)
     for name in names:
         _, backend = name.split()
         if backend in arguments.without:
             rejected[backend] = "is excluded by --without"
         elif time.monotonic() > deadline:
             result["no_time"].append(name)
-        elif problem := why_inexact(name, min(shape.length, 1024), shape, dtype):
+        elif problem := why_inexact(name, checked_length, shape, dtype):
             rejected[name] = problem
         else:
             exact.append(name)
+        yield result
+
+        if window is None or name not in exact:
+            continue
+        # The checked sequence must be longer than its window.
+        checked_window = min(window, checked_length // 3 + 1)
+        if problem := why_inexact(name, checked_length, shape, dtype, checked_window):
+            rejected[f"{name}, in the window"] = problem
+        else:
+            exact_in_window.append(name)
         yield result
 
     tensors = random_inputs(shape, batch, dtype)
@@ -218,16 +269,23 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     output_grads = [torch.randn_like(tensors[0]) for _ in range(2)]
     # 2 FLOP for a multiply-add, halved for the causal mask.
     tflop_per_product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
+    visibility = None
+    if window is not None:
+        visibility = in_window(window, shape.length, batch)
     for direction in DIRECTIONS:
-        runs = {
-            name: functools.partial(
-                _run_candidate, name, tensors, output_grads, backward=direction != "forward"
-            )
-            for name in exact
-        }
-        timings, errors = timed(runs, arguments.repetitions, device_here())
+        run_candidate = functools.partial(
+            _run_candidate, tensors, output_grads, direction != "forward"
+        )
+        runs = {name: functools.partial(run_candidate, name) for name in exact}
+        for name in exact_in_window:
+            run = functools.partial(run_candidate, name, visibility=visibility)
+            runs[f"{IN_WINDOW}{name}"] = run
+        every_timing, errors = timed(runs, arguments.repetitions, device_here())
         for name, problem in errors.items():
             rejected[f"{name}, {direction}"] = problem
+
+        timings = {name: every_timing[name] for name in exact if name in every_timing}
+        result["in_window"][direction] = window_timings(every_timing)
 
         fastest_tape = fastest_candidate(timings, "tape")
         fastest_rope = fastest_candidate(timings, "rope")
@@ -247,6 +305,46 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
                 "rope": fastest_rope,
             }
         yield result
+
+
+def window_timings(timings: dict[str, dict]) -> dict[str, dict]:
+    """Return the timings of the candidates with a window by name, among all `timings`.
+
+    `speedup` is the time without the window divided by the time with it.
+    """
+    found = {}
+    for full_name, timing in timings.items():
+        if not full_name.startswith(IN_WINDOW):
+            continue
+        name = full_name.removeprefix(IN_WINDOW)
+        without = timings.get(name, {})
+        if "seconds" in timing and "seconds" in without:
+            timing["speedup"] = without["seconds"] / timing["seconds"]
+        found[name] = timing
+    return found
+
+
+def window_table(results: list[dict]) -> Iterator[str]:
+    """Yield the lines of a table of times with a window; none if no result has one."""
+    rows = []
+    for result in results:
+        for name in result["timed"].get("forward", {}):
+            cells = [result["shape"], str(result["window"]), name]
+            for direction in DIRECTIONS:
+                timing = result["in_window"].get(direction, {}).get(name, {})
+                if "speedup" in timing:
+                    full = result["timed"][direction][name]["seconds"]
+                    milliseconds = f"{1e3 * full:.3f}, {1e3 * timing['seconds']:.3f}"
+                    cells.append(f"{milliseconds}, {timing['speedup']:.2f}")
+            if len(cells) > 3:
+                rows.append(f"| {' | '.join(cells)} |")
+    if rows:
+        yield (
+            "| shape | window | candidate | forward: ms without, with the window, ratio |"
+            " forward + backward |"
+        )
+        yield "|---|---|---|---|---|"
+        yield from rows
 
 
 def auto_candidates(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
@@ -275,16 +373,20 @@ def fastest_candidate(timings: dict[str, dict], encoding: str) -> str | None:
 
 
 def _run_candidate(
-    name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool
+    tensors: list[Tensor],
+    output_grads: list[Tensor],
+    backward: bool,
+    name: str,
+    **options: Visibility | None,
 ) -> None:
     """Run a candidate's forward pass and, with `backward`, the backward pass from
     `output_grads`.
 
-    `tensors` are those of `random_inputs`.
+    `tensors` are those of `random_inputs`; `options` are those of `attend`.
     """
     encoding, backend = name.split()
     with torch.set_grad_enabled(backward):
-        outputs = [x for x in attend(encoding, backend, *tensors) if x is not None]
+        outputs = [x for x in attend(encoding, backend, *tensors, **options) if x is not None]
     if backward:
         # RoPE does not use z, so z has no gradient.
         torch.autograd.grad(outputs, tensors, output_grads[: len(outputs)], allow_unused=True)
@@ -302,6 +404,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         tokens = 65536
     sizes = "query heads, key/value groups if fewer, head dimension, tokens (default: our models')"
     add("--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=shapes, help=sizes)
+    size = "also time a sliding window of this many tokens, in shapes that are longer"
+    add("--window", type=whole_number, metavar="TOKENS", help=size)
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
     excluded = "backends to exclude"
     add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help=excluded)
@@ -337,6 +441,8 @@ def main(argv: list[str] | None = None) -> None:
             record.write({"results": [*results, result]})
         results.append(result)
     print("\n".join(attention_table(results)), flush=True)
+    if windows := "\n".join(window_table(results)):
+        print(f"\n{windows}", flush=True)
 
 
 if __name__ == "__main__":

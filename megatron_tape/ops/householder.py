@@ -113,7 +113,7 @@ def scores_through_reflections(
     U: Tensor,
     at_end: Tensor,
 ) -> Tensor:
-    """Return the scores (B, H, r, t) of the queries at `tokens` with the keys from `first_key` up to
+    """Return the scores (B, H, r, t) of the queries at `tokens` with the keys from `first_key` to
     the last query.
 
     `keys_and_w`, `U` and `at_end` are the results of `blocks_of_reflections`. Scores of keys after

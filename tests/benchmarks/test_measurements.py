@@ -63,6 +63,26 @@ def test_attention_times_are_compared_with_rope(recorded):
     assert "flash_attn" in grouped["rejected"]
 
 
+def test_each_candidate_is_timed_with_and_without_a_window(recorded, capsys):
+    options = [*KERNELS, "--window=16", "--without", "triton"]
+    short, long = recorded(attention, *options, "--shapes", "2x32@16", "2x32@34")["results"]
+    # The window hides nothing from 16 tokens.
+    assert short["window"] is None
+    assert not any(short["in_window"].values())
+    for direction, timings in long["timed"].items():
+        in_window = long["in_window"][direction]
+        assert (
+            set(in_window)
+            == set(timings)
+            == {
+                f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")
+            }
+        )
+        for name, timing in in_window.items():
+            assert timing["speedup"] == timings[name]["seconds"] / timing["seconds"]
+    assert "| 2x32@34 | 16 | tape tiled | " in capsys.readouterr().out
+
+
 def test_interpreted_kernels_are_checked_but_not_timed(recorded, capsys):
     (result,) = recorded(attention, "--toy")["results"]
     timings = result["timed"]["forward+backward"]
@@ -74,8 +94,8 @@ def test_interpreted_kernels_are_checked_but_not_timed(recorded, capsys):
 def test_an_inexact_candidate_gets_no_figure(recorded, monkeypatch, capsys):
     exact = attention.attend
 
-    def attend(encoding, backend, *tensors):
-        found = exact(encoding, backend, *tensors)
+    def attend(encoding, backend, *tensors, **options):
+        found = exact(encoding, backend, *tensors, **options)
         if (encoding, backend) == ("tape", "torch"):
             return tuple(1.1 * x for x in found)
         return found
