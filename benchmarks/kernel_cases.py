@@ -21,6 +21,7 @@ from benchmarks.attention import Shape, candidates, naive_comparison
 from benchmarks.timing import describe_error, device_here
 from megatron_tape.ops.parity import (
     LENGTH,
+    WINDOWED,
     Check,
     Shapes,
     deviations,
@@ -87,16 +88,20 @@ def kernel_cases(toy: bool) -> list[Case]:
     if toy:
         return _cases_of_kernels(TOY_SHAPES, TOY_LENGTH)
     shape, length = LONG_CASE
-    return [*_cases_of_kernels(SHAPES, LENGTH), Case(shape, "attention", length)]
+    long_cases = [Case(shape, name, length) for name in ("attention", f"attention{WINDOWED}")]
+    return [*_cases_of_kernels(SHAPES, LENGTH), *long_cases]
 
 
 def _cases_of_kernels(shapes: Sequence[str], length: int) -> list[Case]:
-    """Return the cases of all kernels at these shapes and this length."""
+    """Return the cases of all kernels at these shapes and this length, apart from windows, which
+    have the kernels of packed documents.
+    """
     # The names of the checks do not depend on the length, so 1 stands for any.
     return [
         Case(shape, name, length)
         for shape in shapes
         for name in _kernel_checks(Shape.parse(f"{shape}@1"), dtype_here())
+        if WINDOWED not in name
     ]
 
 
@@ -192,7 +197,14 @@ def _kernel_checks(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     device = device_here()
     mlp_width = 4 * shape.heads * shape.head_dim
     # `inner` is the default width of TAPE's position MLP, whose update is checked on few tokens.
-    shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
+    shapes = Shapes(
+        shape.heads,
+        shape.groups,
+        shape.head_dim,
+        averages=True,
+        inner=4 * shape.heads,
+        windowed=True,
+    )
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(mlp_width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):

@@ -353,7 +353,7 @@ def _with_each_visibility(
     if windowed:
         # Queries attend to some keys of an earlier tile, but not to all.
         whole = Visibility.of_whole(documents.long())
-        visibilities[WINDOWED] = whole.with_window(length // 3)
+        visibilities[WINDOWED] = whole.with_window(length // 3 + 1)
     for suffix, visibility in visibilities.items():
         ours = partial(attend, backend=backend, visibility=visibility)
         plain = partial(attend, backend="naive", visibility=visibility)

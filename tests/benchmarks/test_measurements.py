@@ -78,8 +78,8 @@ def test_each_candidate_is_timed_with_and_without_a_window(recorded, capsys):
                 f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")
             }
         )
-        for name, timing in in_window.items():
-            assert timing["speedup"] == timings[name]["seconds"] / timing["seconds"]
+        for name, found in in_window.items():
+            assert found["speedup"] == timings[name]["seconds"] / found["seconds"]
     assert "| 2x32@34 | 16 | tape tiled | " in capsys.readouterr().out
 
 

@@ -11,8 +11,10 @@ multiply-adds. Saved for the backward pass: q, k, v, z, both outputs and one log
 The reference is `ops.backends.naive`.
 
 Each kernel visits its keys or queries in two loops: one over the unmasked tiles, and one over the
-tiles that the causal mask or a document boundary masks in part, which lie before and after the
-unmasked ones.
+tiles that the causal mask or bounds mask in part, which lie before and after the unmasked ones.
+Bounds are those of `ops.visibility`: the first token that a token attends to (`starts`), and the
+token after the last one that attends to it (`ends`), within a document, a segment or a sliding
+window. Both never decrease along a sequence, so tiles outside of them are not visited.
 
 All tensors are contiguous, so that strides follow from sizes. In kernels, `batch_head` is the index
 b * H + h of a head of a sequence, and `batch_group` is b * G + g. In a tensor (S, B, H, D), the
@@ -43,15 +45,15 @@ MAX_HEADS = 65535
 
 
 @triton.jit
-def _seen(queries, keys, starts, offset, PACKED: tl.constexpr):
-    """Return whether query s, at token s + offset, attends to key t: t is neither later nor in an
-    earlier document.
+def _seen(queries, keys, starts, offset, BOUNDED: tl.constexpr):
+    """Return whether query s, at token s + offset, attends to key t: t is neither later nor, with
+    BOUNDED, before the first token that the query may attend to.
 
     Keys beyond the last one (t >= T) pass only for queries beyond the last one, whose results are
     not stored.
     """
     seen = keys <= queries + offset
-    if PACKED:
+    if BOUNDED:
         seen = seen & (keys >= starts)
     return seen
 
@@ -76,14 +78,14 @@ def _forward(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PACKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """Compute o and, if E > D, u, and the log-sum-exp of one block of one head's queries.
 
     Q, OUT and U are (S, B, H, D), K (T, B, G, D), VALUE (T, B, G, E) and LSE (B, H, S). With
-    PACKED, STARTS (B, T) holds the starts of the tokens' documents. `scale` is log2(e) / sqrt(D),
-    since GPUs compute exp2 faster than exp. PER_GROUP is H / G; BLOCK_D and BLOCK_E are D and E,
-    rounded up to powers of two. The grid is (blocks of BLOCK_S queries, B * H).
+    BOUNDED, STARTS (B, T) holds the first token that each token may attend to. `scale` is log2(e) /
+    sqrt(D), since GPUs compute exp2 faster than exp. PER_GROUP is H / G; BLOCK_D and BLOCK_E are D
+    and E, rounded up to powers of two. The grid is (blocks of BLOCK_S queries, B * H).
     """
     # Blocks of the last queries attend to the most keys. They run first, so that the programs that
     # run last are short.
@@ -101,15 +103,15 @@ def _forward(
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_S,), tl.float32)
 
-    # All queries attend to the keys before the first query's own token that are in the last query's
-    # document: the tiles from `middle` to `diagonal`. The tiles from `low` to `middle` and from
-    # `diagonal` to `end` are masked in part.
+    # All queries attend to the keys from the last query's start to the first query's own token: the
+    # tiles from `middle` to `diagonal`. The tiles from `low` to `middle` and from `diagonal` to
+    # `end` are masked in part.
     diagonal = (block * BLOCK_S + offset) // BLOCK_T
     end = tl.cdiv(tl.minimum(T, (block + 1) * BLOCK_S + offset), BLOCK_T)
     low = 0
     middle = 0
-    starts = queries  # unused without documents, but Triton requires a value
-    if PACKED:
+    starts = queries  # unused without BOUNDED, but Triton requires a value
+    if BOUNDED:
         STARTS += batch_head // H * T + offset
         starts = tl.load(STARTS + queries, mask=queries < S, other=0)
         low = tl.load(STARTS + block * BLOCK_S) // BLOCK_T
@@ -139,7 +141,7 @@ def _forward(
                     keys[None, :],
                     starts[:, None],
                     offset,
-                    PACKED,
+                    BOUNDED,
                 )
                 scores = tl.where(seen, scores, float("-inf"))
 
@@ -147,7 +149,7 @@ def _forward(
             # largest score.
             largest_now = tl.maximum(largest, tl.max(scores, 1))
             shift = largest_now * scale
-            if MASKED and PACKED:
+            if MASKED and BOUNDED:
                 # Queries without any visible key so far have no maximum to subtract; the difference
                 # of two infinities would be NaN.
                 shift = tl.where(largest_now == float("-inf"), 0.0, shift)
@@ -251,7 +253,7 @@ def _backward_keys(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PACKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     B,
     VALUES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -261,10 +263,10 @@ def _backward_keys(
 
     VALUES stores the gradients of values to DVALUE (T, B, G, E), KEYS stores those of keys to DK
     (T, B, G, D), and QUERIES adds to those of queries, DQ (S, B, H, D) in fp32. DOUT (S, B, H, E)
-    is the gradient of the output, and DELTA the result of `_delta`. With PACKED, ENDS (B, T) holds
-    the ends of the tokens' documents. Q is (S, B, H, D), K (T, B, G, D), VALUE (T, B, G, E) and LSE
-    (B, H, S); the remaining arguments are those of `_forward`. The grid is (blocks of BLOCK_T keys,
-    B * G).
+    is the gradient of the output, and DELTA the result of `_delta`. With BOUNDED, ENDS (B, T)
+    holds the token after the last one that may attend to each token. Q is (S, B, H, D), K (T, B, G,
+    D), VALUE (T, B, G, E) and LSE (B, H, S); the remaining arguments are those of `_forward`. The
+    grid is (blocks of BLOCK_T keys, B * G).
 
     Scores have the shape (keys, queries), so that the products with p and ds need no transposed
     registers.
@@ -289,12 +291,11 @@ def _backward_keys(
     # From tile `middle` on, all queries come after the block's keys; a partial last block has no
     # such tiles.
     middle = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - offset, 0), BLOCK_S)
-    # From tile `tail` on, tiles are masked again. Without documents, only a partial last tile is.
+    # From tile `tail` on, tiles are masked again. Without bounds, only a partial last tile is.
     tail = S // BLOCK_S
-    ends = keys  # unused without documents, but Triton requires a value
-    if PACKED:
-        # With documents, `tail` is the first tile with queries of a later document than that of the
-        # block's first key.
+    ends = keys  # unused without BOUNDED, but Triton requires a value
+    if BOUNDED:
+        # `tail` is the first tile with queries that may not attend to the block's first key.
         ENDS += batch_group * PER_GROUP // H * T
         ends = tl.load(ENDS + keys, mask=keys < T, other=0)
         last_end = tl.load(ENDS + tl.minimum((block + 1) * BLOCK_T, T) - 1)
@@ -348,7 +349,7 @@ def _backward_keys(
             p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
             if MASKED:
                 seen = keys[:, None] <= queries[None, :] + offset
-                if PACKED:
+                if BOUNDED:
                     seen = seen & (queries[None, :] + offset < ends[:, None])
                 p = tl.where(seen, p, 0.0)
 
@@ -421,7 +422,7 @@ def _backward_queries(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PACKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """Compute the gradient DQ (S, B, H, D) of one block of one head's queries from the keys to
     which it attends, in their order.
@@ -447,8 +448,8 @@ def _backward_queries(
     dq = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
 
     low = 0
-    starts = queries  # unused without documents, but Triton requires a value
-    if PACKED:
+    starts = queries  # unused without BOUNDED, but Triton requires a value
+    if BOUNDED:
         STARTS += batch_head // H * T + offset
         starts = tl.load(STARTS + queries, mask=queries < S, other=0)
         low = tl.load(STARTS + block * BLOCK_S) // BLOCK_T * BLOCK_T
@@ -464,7 +465,7 @@ def _backward_queries(
             keys[None, :],
             starts[:, None],
             offset,
-            PACKED,
+            BOUNDED,
         )
         p = tl.where(seen, tl.exp2(tl.fma(scores, scale, -lse[:, None])), 0.0)
         dp = tl.dot(do, tl.trans(value), input_precision="ieee")
@@ -610,8 +611,8 @@ class _Attention(Function):
     """Differentiable attention. With `rotate`, z rotates q and k; with `wide`, z is averaged along
     with v.
 
-    q is (S, B, H, D); k, v and z are (T, B, G, D). `starts` and `ends` (B, T) are the bounds of the
-    tokens' documents, or None. Rotated queries and keys are not saved, but computed again.
+    q is (S, B, H, D); k, v and z are (T, B, G, D). `starts` and `ends` (B, T) are the bounds, or
+    None. Rotated queries and keys are not saved, but computed again.
     """
 
     @staticmethod
@@ -714,7 +715,8 @@ def attend(
     H, S).
 
     q (S, B, H, D) and k (T, B, G, D) are already rotated. `value` is v (T, B, G, D) or [v | z] (T,
-    B, G, 2D). `starts` (B, T) are the starts of the tokens' documents. All are contiguous.
+    B, G, 2D). `starts` (B, T) are the first tokens that tokens may attend to, or None. All are
+    contiguous.
     """
     S, B, H, D = q.shape
     o = torch.empty_like(q)
@@ -730,7 +732,7 @@ def attend(
         u,
         lse,
         starts,
-        PACKED=starts is not None,
+        BOUNDED=starts is not None,
     )
     return o, u, lse
 
@@ -745,7 +747,7 @@ def attend_backward(
     value.
 
     `inputs` are q, k and the value, `outputs` the results of `attend`, `gradients` those of o and
-    u, and `bounds` the starts and ends of the tokens' documents.
+    u, and `bounds` are `starts` and `ends`, or None each.
     """
     q, k, value = inputs
     o, u, lse = outputs
@@ -779,7 +781,7 @@ def attend_backward(
     dk = torch.empty_like(k)
     dvalue = torch.empty_like(value)
     tensors = (q, k, value, dout, lse, delta)
-    packed = starts is not None
+    bounded = starts is not None
     # With wider heads, the registers cannot hold all sums: one launch computes the gradient of the
     # values, another one those of keys and queries.
     for name in ("all",) if D <= 64 else ("values", "keys"):
@@ -791,14 +793,14 @@ def attend_backward(
             dk,
             dvalue,
             dq,
-            PACKED=packed,
+            BOUNDED=bounded,
             B=B,
             VALUES=name != "keys",
             KEYS=name != "values",
             QUERIES=name != "values" and not in_one_order,
         )
     if in_one_order:
-        _launch(_backward_queries, "queries", *tensors, starts, dq, PACKED=packed)
+        _launch(_backward_queries, "queries", *tensors, starts, dq, BOUNDED=bounded)
     return dq, dk, dvalue
 
 
@@ -822,8 +824,8 @@ def attention(
     H, D) each.
 
     With `rotate`, which requires S = T, z (T, B, G, D) rotates q (S, B, H, D) and k (T,
-    B, G, D). `bounds_2BT` (int32) has the starts of each token's document and of the next one.
-    Raises ValueError if batch size times heads exceeds `MAX_HEADS`.
+    B, G, D). `bounds_2BT` (int32) is that of `ops.visibility`. Raises ValueError if batch size
+    times heads exceeds `MAX_HEADS`.
     """
     B, H = q.shape[1:3]
     if B * H > MAX_HEADS:
