@@ -20,7 +20,13 @@ from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import BUILT_IN, encoding_of
 from pretrain import evaluate
 
-ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
+WINDOW = ("sliding_window: 64", "full_attention_every: 3")
+LAYER_TYPES = {
+    "swan": ("rope", (*WINDOW, "layers_without_positions: 3")),
+    "tape_window": ("tape", WINDOW),
+}
+"""Encoding and settings of recipes whose layers differ from each other."""
+ENCODINGS = ["yarn", *LAYER_TYPES, *(encoding.name for encoding in BUILT_IN)]
 SYNTHETIC = [
     f"synthetic/{task}{size}"
     for task in ("addition", "selective_copy", "grid_navigation")
@@ -92,6 +98,12 @@ def test_the_recipe_of_an_encoding_differs_from_the_demo_only_in_the_encoding(na
         scaling.append("rope_original_seq_length: 64")
         changed = ["-   position_encoding: tape", "+   position_encoding: rope", "+   position:"]
         expected = [*changed, *(f"+     {line}" for line in scaling)]
+    elif name in LAYER_TYPES:
+        encoding, settings = LAYER_TYPES[name]
+        expected = [f"+   {line}" for line in settings]
+        if encoding != "tape":
+            changed = ["-   position_encoding: tape", f"+   position_encoding: {encoding}"]
+            expected = [*changed, *expected]
     else:
         expected = ["-   position_encoding: tape", f"+   position_encoding: {name}"]
     assert changed_lines("tape_demo", f"encodings/{name}") == expected
