@@ -13,14 +13,14 @@ from megatron_tape.checkpoint.index import writer_count
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
-from megatron_tape.config.schema import ModelConfig, RunConfig
+from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.hardware import KINDS, Hardware
 from megatron_tape.planning.memory import Memory, checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.planning.plan import Plan
+from megatron_tape.planning.plan import MASKING, Plan
 from megatron_tape.planning.search import (
     CHOSEN,
     GIB,
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.search:
         result = search(plan, hardware, gpu_gib, validate)
         print(*_describe_search(result, plan, hardware, gpu_gib), sep="\n")
-        _warn_of_encoding(config.model)
+        _warn_of_attention(plan)
         return int(not result.fitting)
 
     check(config, Level.SETTINGS, processes=processes)
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         "train.precision bf16 takes less, and with it --processes N --search lists layouts that fit"
     )
     if config.train.precision == "bf16":
-        _warn_of_encoding(config.model)
+        _warn_of_attention(plan)
         fix = "--processes N --search lists layouts that do"
     if not fits(estimated, gpu_gib):
         _warn(f"{byte_size(estimated.peak)} does not fit in {_usable(gpu_gib)}; {fix}")
@@ -145,14 +145,21 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _warn_of_encoding(model: ModelConfig) -> None:
-    """Warn if the encoding makes attention slower than the step time assumes."""
+def _warn_of_attention(plan: Plan) -> None:
+    """Warn if the encoding, or the backend, makes attention slower than the step time assumes."""
+    model = plan.model
     # What attention must do for the encoding, but not for RoPE or TAPE.
     slower = encoding_of(model).needs - {ROTATION, AVERAGE}
     if slower:
         _warn(
             f"the step time assumes RoPE's attention; with {model.position_encoding}, steps take"
             f" longer, because attention must {described(slower)}"
+        )
+    backend = plan.attention.backend
+    if model.needs_window and backend in MASKING:
+        _warn(
+            "the step time assumes that attention skips the tokens outside model.sliding_window;"
+            f" with {backend}, which computes and masks them, steps take longer"
         )
 
 
@@ -176,6 +183,10 @@ def _rows(plan: Plan, estimated: Memory) -> Iterator[tuple[str, str]]:
     )
     yield "layout", layout
     yield "attention on a GPU, assumed", _attention(plan)
+    windowed = sum(map(plan.has_window, range(plan.model.num_layers)))
+    if windowed:
+        window = f"{plan.model.sliding_window:,} tokens in {windowed} of {plan.model.num_layers} layers"
+        yield "sliding window", window
 
     yield "memory per GPU", f"{byte_size(estimated.peak):>10}"
     for attribute, name in COMPONENTS.items():

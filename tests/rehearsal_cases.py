@@ -20,6 +20,7 @@ logging: {sample_tokens: 0, directory: nowhere/run}
 CHOSEN = "--model.attention_backend=auto"
 ONE = "--parallel.tensor_model_parallel_size=1"
 FOUR_LAYERS = "--model.num_layers=4"
+WINDOWS = ["--model.sliding_window=64", "--model.full_attention_every=2"]
 ZERO = {
     f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
 }  # the command rehearses ZeRO 2
@@ -29,6 +30,8 @@ QUICK_CASES = {
     "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
     "one_micro_batch": ["--train.global_batch_size=4"],
     "chosen": [CHOSEN, ONE, FOUR_LAYERS],
+    # Layers 2 and 4 attend to all tokens; the others have frequencies of their own.
+    "windows": [*WINDOWS, FOUR_LAYERS, "--model.position.rope_local_theta=1000"],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 FULL = "--train.recompute=full"
@@ -98,6 +101,15 @@ MANY = {
         ONE,
         "--model.num_layers=8",
         "--train.global_batch_size=16",
+    ],
+    "windows_of_packed_documents": [*WINDOWS, FOUR_LAYERS, *PACKED],
+    "windows_and_context": [*WINDOWS, FOUR_LAYERS, *CONTEXT],
+    "swan": [
+        *WINDOWS,
+        FOUR_LAYERS,
+        ROPE,
+        "--model.layers_without_positions=2",
+        "--model.temperature_scale=0.1",
     ],
     "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
     **ONE_CALL,

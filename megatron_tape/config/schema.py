@@ -10,6 +10,7 @@ import difflib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
@@ -167,6 +168,22 @@ class ModelConfig:
         if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0:
             return None
         return self.sliding_window
+
+    def keys_per_query(self, layer: int) -> Fraction:
+        """Return how many tokens a token attends to in layer `layer` (from 0), on average over a
+        sequence. Estimates of costs use it.
+
+        Without a window, it is S / 2 by convention. With a window of W < S tokens, it is the mean
+        of min(i + 1, W) over the tokens i from 0 to S - 1, but no more than S / 2.
+        """
+        S = self.seq_length
+        W = self.window_of(layer)
+        half = Fraction(S, 2)
+        if W is None or W >= S:
+            return half
+        # The first W tokens attend to 1, 2, ..., W tokens.
+        pairs = W * (W + 1) // 2 + (S - W) * W
+        return min(Fraction(pairs, S), half)
 
     @property
     def needs_window(self) -> bool:

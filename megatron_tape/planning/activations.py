@@ -3,7 +3,7 @@
 To keep a tensor means to save it for the backward pass. All attention backends are counted like
 torch's SDPA, with these exceptions:
 
-- Only `torch`, `torch_wide` and `naive` keep the mask of packed documents.
+- Only `torch`, `torch_wide` and `naive` keep masks of packed documents and sliding windows.
 - The Triton kernel keeps no rotated queries and keys.
 - `torch_wide` and FlashAttention-4 average values and position state in one call, and keep them in
   one tensor, into which the fused update of the state writes its result. FlashAttention-4 keeps the
@@ -22,7 +22,7 @@ from itertools import accumulate
 from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.ops.backends.table import FLASH_ATTN_4_WIDE
 from megatron_tape.ops.chunks import chunk_size
-from megatron_tape.planning.plan import CALLED_TWICE, Plan
+from megatron_tape.planning.plan import CALLED_TWICE, MASKING, Plan
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,12 @@ def _bytes_in_transit(plan: Plan) -> int:
 
 
 def _input_bytes(plan: Plan) -> int:
-    """Return the bytes kept once for all layers: token ids, initial position state and mask of
-    packed documents.
+    """Return the bytes kept once for all layers: token ids, initial position state, phases of
+    layers with a window, and masks.
     """
     packed = plan.config.data.reset_attention_mask
     costs = plan.costs[0]  # of layer 0, which the initial state enters
+    layers = plan.contents.layers
 
     token_ids = plan.matrix_tokens * 8  # int64
     # Without recomputation, attention keeps the state in the run's precision. A recomputed layer
@@ -154,10 +155,12 @@ def _input_bytes(plan: Plan) -> int:
     if packed and plan.encoding.restarts_in_documents:
         distinct_states = plan.batch.tokens
 
-    mask = 0
-    if packed and _needs_mask(plan):
-        mask = plan.batch.tokens * plan.model.seq_length * plan.width
-    return token_ids + distinct_states * state_bytes + mask
+    window_phases = max((plan.costs[layer].window_phases for layer in layers), default=0)
+
+    # One mask of the layers with a window, and one of the others.
+    masks = {plan.has_window(layer) for layer in layers if _needs_mask(plan, layer)}
+    mask_bytes = len(masks) * plan.batch.tokens * plan.model.seq_length * plan.width
+    return token_ids + distinct_states * (state_bytes + window_phases) + mask_bytes
 
 
 def _layer_input_bytes(plan: Plan, layer: int) -> int:
@@ -228,6 +231,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     groups = batch.groups_per_rank(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
     grouped = heads > groups  # several heads of queries share keys and values
+    has_temperature = model.temperature_scale > 0 and not model.has_positions(layer)
     is_packed = plan.config.data.reset_attention_mask
     exchanges = batch.context_size > 1  # ranks exchange tokens and heads around attention
     rotates = ROTATION in encoding.needs_in(layer)
@@ -267,12 +271,15 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     # they are attention's input because there is no rotation.
     if keeps_projection or not rotates:
         queries = copied
+    # The product with the temperature replaces the copies.
+    if has_temperature and not model.qk_norm:
+        queries = heads
     # Attention keeps the queries and keys that the rotation or the norms return.
     if not rotates_again and (rotates or model.qk_norm):
         queries += heads
         keys = groups
 
-    if is_packed and grouped and _needs_mask(plan):
+    if grouped and _needs_mask(plan, layer):
         # Keys and values are repeated for every head, so they are copies. If queries are copies
         # too, no input of attention is a view of the projection's output.
         if queries and not keeps_projection:
@@ -338,6 +345,9 @@ def _value_heads(plan: Plan, layer: int, heads: int, groups: int) -> int:
     is_joined = _is_state_joined(plan, layer)
     # A learned rotation keeps its phases, which are as large as the values.
     is_separate = not is_joined and not _is_state_kept_elsewhere(plan, layer)
+    if plan.costs[layer].window_phases:
+        # `Costs.saved` includes the state in the frequencies of this layer.
+        is_separate = False
     if _learns_rotation(plan, layer) and is_separate:
         kept += groups
 
@@ -363,6 +373,9 @@ def _is_state_joined(plan: Plan, layer: int) -> bool:
     previous = layer - 1
     if previous not in plan.contents.layers or not plan.encoding.updates(previous):
         return False
+    # In models with windows, updates write the state into a tensor of its own.
+    if plan.model.needs_window:
+        return False
     # Activation checkpointing keeps the state for the next layer, and an all-to-all copies it.
     if plan.recomputes or plan.batch.head_shards > 1 or _repeats_groups(plan):
         return False
@@ -371,9 +384,7 @@ def _is_state_joined(plan: Plan, layer: int) -> bool:
 
 def averages_in_one_call(plan: Plan, layer: int) -> bool:
     """Return whether one call of a library averages values and position state as one tensor."""
-    is_divided = (
-        plan.config.data.reset_attention_mask or plan.extension.attention == "shifted_sparse"
-    )
+    is_divided = plan.is_masked(layer) or plan.extension.attention == "shifted_sparse"
     if is_divided or not plan.encoding.averages_state(layer):
         return False
     if plan.attention.backend == "flash_attn":
@@ -443,11 +454,13 @@ def _loss_bytes(plan: Plan, gradient: int) -> int:
     return hidden_states + summed_gradient + largest - gradient
 
 
-def _needs_mask(plan: Plan) -> bool:
-    """Return whether attention needs a mask tensor for packed documents, rather than masking block
-    by block.
+def _needs_mask(plan: Plan, layer: int) -> bool:
+    """Return whether a layer's attention needs a mask tensor for packed documents or a window,
+    rather than masking block by block.
     """
-    if plan.attention.backend not in ("torch", "torch_wide", "naive"):
+    if not plan.is_masked(layer):
+        return False
+    if plan.attention.backend not in MASKING:
         return False
     # If the encoding has one of these needs, attention has no mask tensor, or is estimated without
     # it.

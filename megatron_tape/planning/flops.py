@@ -1,8 +1,9 @@
 """FLOPs of a model, calculated from its settings. Imports no torch.
 
-A multiply-add counts as two FLOPs, the backward pass of a matrix product as two forward passes. In
-a sequence of `S` tokens, a query attends to `S / 2` keys, the mean of causal attention. Shifted
-sparse attention is counted as full attention.
+A multiply-add counts as two FLOPs, the backward pass of a matrix product as two forward passes. A
+query attends to `ModelConfig.keys_per_query` keys: to half of a sequence, the mean of causal
+attention, and in layers with a sliding window to fewer. Shifted sparse attention is counted as full
+attention.
 """
 
 import functools
@@ -49,8 +50,6 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     gate = output * model.attention_output_gate
     # Gate, up and down projection.
     mlp = 3 * hidden * model.ffn_hidden_size
-    # The mean number of keys is half of the length. Averages of values take as much as scores.
-    scores = query_width * model.seq_length // 2
 
     works = []
     for layer in range(model.num_layers):
@@ -58,6 +57,8 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
         averages = 1  # of the values
         if encoding.averages_state(layer):
             averages = 2  # of values and states; `encoding_work` includes the latter
+        # Averages of values take as much as scores.
+        scores = int(query_width * model.keys_per_query(layer))
         total = qkv + output + gate + mlp + 2 * scores + encoding_work
         works.append(LayerWork(total, (1 + averages) * scores))
     return tuple(works)

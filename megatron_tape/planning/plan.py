@@ -16,12 +16,20 @@ from megatron_tape.planning.parameters import (
     trains_matrices,
     trains_output,
 )
-from megatron_tape.position import Costs, MicroBatchSizes, PositionEncoding, encoding_of
+from megatron_tape.position import (
+    Costs,
+    MicroBatchSizes,
+    PositionEncoding,
+    attention_needs,
+    encoding_of,
+)
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
 """Backends that need packages other than torch and Triton. Estimates assume that these are not
 installed.
 """
+MASKING = frozenset({"torch", "torch_wide", "naive"})
+"""Backends that compute the scores of hidden keys and mask them, if a layer hides any."""
 CALLED_TWICE = frozenset({"torch", "flash_attn"})
 """Backends that are called once for the values and once for the position state. FlashAttention-4
 can take both at once, but is not assumed to be installed."""
@@ -73,7 +81,7 @@ class Plan:
         train = self.config.train
         case = Case(
             self.generation,
-            self.encoding.needs,
+            attention_needs(model),
             model.head_dim,
             half_precision=train.precision != "fp32",
             packed=self.config.data.reset_attention_mask,
@@ -239,6 +247,16 @@ class Plan:
         pass.
         """
         return bool({SCORES, REFLECTIONS} & self.encoding.needs)
+
+    def is_masked(self, layer: int) -> bool:
+        """Return whether layer `layer` (from 0) hides earlier tokens: those of other packed
+        documents, or those outside a sliding window.
+        """
+        return self.config.data.reset_attention_mask or self.has_window(layer)
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a sliding window hides tokens in layer `layer` (from 0)."""
+        return self.model.needs_window and self.model.window_of(layer) is not None
 
     @property
     def forward_passes(self) -> int:

@@ -58,6 +58,7 @@ from megatron_tape.planning import communication
 from megatron_tape.planning.activations import averages_in_one_call
 from megatron_tape.planning.memory import memory_of_pipeline_stage
 from megatron_tape.planning.plan import Plan
+from megatron_tape.position import attention_needs
 from megatron_tape.run.watch import Watch
 from megatron_tape.training import model_building
 from megatron_tape.training.engine import Engine, zero_partition
@@ -444,7 +445,7 @@ def _shortened(config: RunConfig) -> RunConfig:
     backend = "torch"
     if any(averages_in_one_call(plan, layer) for layer in range(plan.model.num_layers)):
         backend = plan.attention.backend
-    elif lacks("torch", plan.encoding.needs):
+    elif lacks("torch", attention_needs(plan.model)):
         backend = "tiled"
     changes = {
         "model.attention_backend": backend,

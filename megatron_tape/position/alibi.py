@@ -15,10 +15,9 @@ class AlibiPosition(PositionEncoding):
     needs = frozenset({POINTWISE})
 
     def costs(self, layer, batch):
-        """Return the costs: one product per head and key; a query attends to half of the keys on
-        average.
-        """
-        return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
+        """Return the costs: one product per head and key that a query attends to."""
+        heads = self.model.num_attention_heads
+        return Costs(multiply_adds=int(heads * self.model.keys_per_query(layer)))
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no

@@ -41,13 +41,15 @@ class CopePosition(PositionEncoding):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch):
-        """Return the costs: the products of queries and embeddings, and two operations per key, of
-        which half are visible on average.
+        """Return the costs: the products of queries and embeddings, and two operations per visible
+        key.
 
         In bf16 or fp16, an fp32 copy of the embeddings is saved for the backward pass.
         """
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
-        products = self.model.num_attention_heads * (elements + self.model.seq_length)
+        per_key = 2 * self.model.num_attention_heads
+        products = self.model.num_attention_heads * elements
+        products += int(per_key * self.model.keys_per_query(layer))
         saved = 0
         if batch.width < 4:
             saved = 4 * elements

@@ -143,6 +143,9 @@ class Costs:
     """Elements per token in the state that enters the layer."""
     state_width: int | None = None
     """Bytes per element of the state; default: those of the run's precision."""
+    window_phases: int = 0
+    """Bytes per token of the result of `PositionEncoding.window_phases` if this layer uses it. The
+    layers share it."""
     learns_rotation: bool = False
     """Whether the rotation of queries and keys depends on parameters of this layer, and so needs a
     gradient.

@@ -59,11 +59,12 @@ class FirePosition(PositionEncoding):
         }
 
     def costs(self, layer, batch):
-        """Return the costs: the MLP for each visible pair of query and key (half of all pairs); the
-        state is a token's position.
+        """Return the costs: the MLP for each visible pair of query and key; the state is a token's
+        position.
         """
         mlp = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads)
-        return Costs(multiply_adds=mlp * self.model.seq_length // 2, state=1, state_width=4)
+        products = int(mlp * self.model.keys_per_query(layer))
+        return Costs(multiply_adds=products, state=1, state_width=4)
 
     def initial_state(self, positions_SB, dtype):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""

@@ -57,9 +57,10 @@ class FoxPosition(PositionEncoding):
         """
         model = self.model
         heads = model.num_attention_heads
+        additions = int(heads * model.keys_per_query(layer))
         gate_bytes = 4 * batch.local_tokens * heads  # in fp32
         return Costs(
-            multiply_adds=heads * (model.hidden_size + model.seq_length // 2),
+            multiply_adds=heads * model.hidden_size + additions,
             saved=2 * gate_bytes + 8 * batch.tokens * heads // batch.head_shards,
             sent_forward=gate_bytes,
             sent_backward=gate_bytes,

@@ -95,8 +95,8 @@ class PathPosition(PositionEncoding):
         # Per key: the products of w with w and with keys, the triangular solve (half of its matrix
         # is zero), and the product of w with its result.
         keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
-        # Per query: its own block, and half of all blocks on average.
-        other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
+        # Per query: its own block, and all blocks with keys that it attends to.
+        other_blocks = int(dim * dim * model.keys_per_query(layer) / BLOCK)
         queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
 
         # Bytes. The results of the closed form for a block of keys are [K; W], U and

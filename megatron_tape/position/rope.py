@@ -233,7 +233,8 @@ class RotaryPosition(PositionEncoding):
         elif self.learns_increments:
             state *= model.query_groups
         if not self.learns_on_entry(layer):
-            return Costs(state=state)
+            window_phases = self._window_phase_bytes(layer, batch.width)
+            return Costs(state=state, window_phases=window_phases)
         sent = batch.groups_in_all_to_all(model.query_groups) * batch.width * batch.local_tokens
         per_group = self.position_bytes + model.head_dim * batch.width
         return Costs(
@@ -243,6 +244,15 @@ class RotaryPosition(PositionEncoding):
             sent_backward=sent,
             state=state,
         )
+
+    def _window_phase_bytes(self, layer: int, width: int) -> int:
+        """Return the bytes per token of the result of `window_phases`, or 0 if layer `layer` (from
+        0) does not use it. `width` is that of an element.
+        """
+        has_window = self.model.window_of(layer) is not None
+        if self.in_window is None or not has_window or not self.model.has_positions(layer):
+            return 0
+        return self.model.head_dim * width
 
     @property
     def position_bytes(self) -> int:

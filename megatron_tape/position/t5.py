@@ -57,10 +57,9 @@ class T5Position(PositionEncoding):
         return {"table": Parameter(shape, std=self.model.init_std, partition_dim=1)}
 
     def costs(self, layer, batch):
-        """Return the costs: one addition per head and key; a query attends to half of the keys on
-        average.
-        """
-        return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
+        """Return the costs: one addition per head and key that a query attends to."""
+        heads = self.model.num_attention_heads
+        return Costs(multiply_adds=int(heads * self.model.keys_per_query(layer)))
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the bias. It depends only on distances, so packed documents need no special

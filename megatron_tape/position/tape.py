@@ -164,6 +164,9 @@ class TapePosition(RotaryPosition):
         All-to-alls send the state to attention and the averages back. In the first layer, all
         sequences share the phases, which need no gradient. With learned increments, the first layer
         also sends all logits to every rank, and positions in float64 back.
+
+        A layer that rotates with other frequencies than the state also saves the state in its own
+        frequencies, the averages in those of the state, and the inverse of `window_phases`.
         """
         model = self.model
         width = batch.width
@@ -173,6 +176,9 @@ class TapePosition(RotaryPosition):
         inner = self.mlp_width
         tokens = batch.local_tokens
         sharded = batch.head_shards > 1
+        window_phases = self._window_phase_bytes(layer, 4)  # in fp32
+        # Whether attention saves another tensor than the state, and another than the averages.
+        separate = sharded or window_phases > 0
         # Multiply-adds per token, bytes saved, and bytes sent in the forward and again in the
         # backward pass.
         products = saved = sent = 0
@@ -193,9 +199,17 @@ class TapePosition(RotaryPosition):
             saved += tokens * (self.position_bytes + phases * width)
             sent += batch.head_shards * (width + 8) * tokens  # a position takes 8 bytes
 
+        # The state in the frequencies of this layer.
+        if window_phases:
+            state_tokens = model.seq_length
+            if self.state_is_learned(layer):
+                state_tokens = batch.tokens
+            groups = batch.groups_per_rank(model.query_groups)
+            saved += state_tokens * groups * model.head_dim * width
+
         # The update.
         if self.updates(layer):
-            averaging = averages_size * model.seq_length // 2
+            averaging = int(averages_size * model.keys_per_query(layer))
             mixing = averages_size
             if self.mixes_fully:
                 mixing *= model.query_groups
@@ -206,13 +220,15 @@ class TapePosition(RotaryPosition):
 
             # The gate's input, the gate, and M.
             elements = model.hidden_size + inner + model.query_groups**2
-            # The averages, if an all-to-all brought them to this rank.
-            if sharded:
+            # The averages, unless they are the tensor that attention returned.
+            if separate:
                 elements += averages_size
             # The state, unless attention saves the same tensor.
-            if sharded or not (layer > 0 or self.learns_on_entry(0)):
+            if separate or not (layer > 0 or self.learns_on_entry(0)):
                 elements += state_size
             saved += tokens * elements * width
+            # The inverse of the phases.
+            saved += model.seq_length * window_phases
             if self.settings.state_norm == "unit":
                 saved += tokens * state_size * self._state_bytes(width)
             sent += averages_size * width * tokens
@@ -232,6 +248,7 @@ class TapePosition(RotaryPosition):
             sent_backward=sent_backward,
             state=state,
             state_width=self._state_bytes(width),
+            window_phases=window_phases,
         )
 
     def _state_bytes(self, width):

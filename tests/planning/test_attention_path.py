@@ -28,6 +28,11 @@ def path(generation, *overrides, name="tape_1b"):
         (HOPPER, ["--extension.attention=shifted_sparse"], "triton"),
         (HOPPER, ["--train.precision=fp32"], "triton"),
         (HOPPER, ["--model.position_encoding=rope"], "torch"),
+        (HOPPER, ["--model.sliding_window=512"], "triton"),
+        (HOPPER, ["--model.position_encoding=rope", "--model.sliding_window=512"], "triton"),
+        (HOPPER, ["--model.position_encoding=fox", "--model.sliding_window=512"], "flex"),
+        # A window of the whole sequence is none.
+        (HOPPER, ["--model.sliding_window=1_000_000"], "torch_wide"),
         (OTHER_GPU, ["--model.attention_backend=flash_attn"], "flash_attn"),
     ],
 )
