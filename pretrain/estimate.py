@@ -185,7 +185,9 @@ def _rows(plan: Plan, estimated: Memory) -> Iterator[tuple[str, str]]:
     yield "attention on a GPU, assumed", _attention(plan)
     windowed = sum(map(plan.has_window, range(plan.model.num_layers)))
     if windowed:
-        window = f"{plan.model.sliding_window:,} tokens in {windowed} of {plan.model.num_layers} layers"
+        window = (
+            f"{plan.model.sliding_window:,} tokens in {windowed} of {plan.model.num_layers} layers"
+        )
         yield "sliding window", window
 
     yield "memory per GPU", f"{byte_size(estimated.peak):>10}"

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_tape.config import foreign_keys
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import path_of_error
@@ -294,7 +295,8 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key. It suggests one of the `known` keys, or what to do
     instead.
 
-    The suggestion is the first of these that exists: a similar key of the same section; a key with
+    The suggestion is the first of these that exists: the setting that another program calls by this
+    name; a similar key of the same section; a key with
     the same last part, unless the unknown key is in a nested section; a similar key of all, if the
     section is unknown. Without a suggestion, the keys of the section are listed.
     """
@@ -310,6 +312,10 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(
             key, "does not apply to the selected task or positional encoding", "remove it"
         )
+    # Megatron's options have dashes, its settings underscores.
+    foreign = name.replace("-", "_")
+    if foreign in foreign_keys.FIXES:
+        return ConfigError(key, "is an unknown key", foreign_keys.FIXES[foreign])
     # The key is inside a setting that is not a section, such as `train.steps`.
     if section in known and not siblings:
         return ConfigError(

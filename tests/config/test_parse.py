@@ -10,7 +10,7 @@ from configurations import MINIMAL, MODEL, make, model_config
 from megatron_tape.checks.arguments import parse_run_config, with_directories
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
-from megatron_tape.config import schema
+from megatron_tape.config import foreign_keys, schema
 from megatron_tape.config.data import blend
 from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import OptimizerConfig, RunConfig, config_dict, to_yaml
@@ -170,6 +170,16 @@ def test_help_of_an_unknown_section_is_refused(capsys):
         ("--train.lr=3", "train.lr is an unknown key; did you mean optimizer.lr?"),
         ("--train.spikes.actoin=skip", "did you mean train.spikes.action?"),
         ("--train.action=skip", "did you mean train.spikes.action?"),
+        ("--model.window_size=[127,0]", "set model.sliding_window to its first number + 1: it"),
+        ("--window-size=127,0", "window-size is an unknown key; set model.sliding_window to its"),
+        ("--model.window_attn_skip_freq=4", "set model.full_attention_every to the same number"),
+        ("--model.no_rope_freq=4", "set model.layers_without_positions to the same number"),
+        ("--model.layer_types=[full_attention]", "and model.full_attention_every to N if layers N"),
+        ("--model.use_sliding_window=true", "set model.sliding_window to the number of tokens"),
+        ("--model.rope_local_base_freq=1e4", "set model.position.rope_local_theta to the same"),
+        ("--model.position.floor_scale=8192", "set model.temperature_floor_scale to the same"),
+        ("--model.full_attention_evry=4", "did you mean model.full_attention_every?"),
+        ("--model.rope_scaling_layers=full", "did you mean model.position.rope_scaling_layers?"),
         ("--data.generator.name=recall", "; choose from the keys of data.generator: task, "),
         ("--data.stages=[{prefix: a, shar: 1}]", "data.stages[0].shar is an unknown key; correct"),
         ("--optimizer.weight_decay_of.position=0", " a mapping, such as {position: "),
@@ -356,3 +366,12 @@ def test_datasets_can_be_a_path_a_list_or_a_mapping(parse, prefix, expected):
 
 def test_a_path_that_looks_like_a_number_is_not_changed(parse):
     assert parse("--data.prefix={1.10: 2, null: 1}").data.prefix == {"1.10": 2.0, "null": 1.0}
+
+
+def test_settings_named_for_users_of_other_programs_exist():
+    known = {setting.key for setting in settings_of(RunConfig)}
+    names = {
+        name for fix in foreign_keys.FIXES.values() for name in re.findall(r"model[.\w]+\w", fix)
+    }
+    assert {"model.sliding_window", "model.full_attention_every"} < names <= known
+    assert not {key.rpartition(".")[2] for key in known} & foreign_keys.FIXES.keys()
