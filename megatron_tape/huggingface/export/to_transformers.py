@@ -226,6 +226,10 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "qk_norm": model.qk_norm,
             "attention_output_gate": model.attention_output_gate,
             "layers_without_positions": model.layers_without_positions,
+            "sliding_window": model.sliding_window,
+            "layer_types": layer_types(model),
+            "temperature_scale": model.temperature_scale,
+            "temperature_floor_scale": model.temperature_floor_scale,
             "position_encoding": encoding.name,
             "position_settings": _position_settings(model),
         }
@@ -272,6 +276,17 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     if model_type in ("llama", "smollm3"):
         config["mlp_bias"] = False
     return config
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Return transformers' name of each layer's kind of attention."""
+    types = []
+    for layer in range(model.num_layers):
+        if model.window_of(layer) is None:
+            types.append("full_attention")
+        else:
+            types.append("sliding_attention")
+    return types
 
 
 def _rope_parameters(position: Any) -> dict:
