@@ -44,7 +44,15 @@ _MODELING = Path(__file__).parents[1] / "modeling"
 # In an export's _ENCODED_MODELING, the line _ENCODING_IMPORT is followed by this comment and by
 # further imports.
 _IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
-_ENCODING_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
+_ENCODING_IMPORT = """from .encoding_tape import (
+    REFLECTIONS,
+    SCORES,
+    Encoding,
+    TokenCache,
+    in_some_layers,
+    temperature,
+)
+"""
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
 _IMPORTABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
@@ -58,9 +66,10 @@ _ENTRY = '''"""The positional encoding {name}, under the names that modeling_enc
 
 from .{interface} import TokenCache
 from .{module} import {encoding} as Encoding
-from .{some_layers} import in_some_layers
+from .{backends} import REFLECTIONS, SCORES
+from .{some_layers} import in_some_layers, temperature
 
-__all__ = ["Encoding", "TokenCache", "in_some_layers"]
+__all__ = ["REFLECTIONS", "SCORES", "Encoding", "TokenCache", "in_some_layers", "temperature"]
 '''
 
 
@@ -143,13 +152,14 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     Raises UserError for an import that cannot be exported.
     """
     encoding_module = _module_of_encoding(encoding)
-    # `_ENTRY` imports from these two, even if the encoding does not.
+    # `_ENTRY` imports from these three, even if the encoding does not.
     interface = _package_module(f"{_PACKAGE}.position.encoding")
     some_layers = _package_module(f"{_PACKAGE}.position.some_layers")
-    assert interface is not None and some_layers is not None
+    backends = _package_module(f"{_PACKAGE}.ops.backends")
+    assert interface is not None and some_layers is not None and backends is not None
     texts = {}
     # The encoding's module, and all that it imports, directly or not.
-    pending_modules = [encoding_module, interface, some_layers]
+    pending_modules = [encoding_module, interface, some_layers, backends]
     while pending_modules:
         module = pending_modules.pop()
         if f"{module.flat_name}.py" not in texts:
@@ -161,6 +171,7 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
         encoding=encoding.__qualname__,
         interface=interface.flat_name,
         some_layers=some_layers.flat_name,
+        backends=backends.flat_name,
         module=encoding_module.flat_name,
     )
     return {"encoding_tape.py": entry} | dict(sorted(texts.items()))

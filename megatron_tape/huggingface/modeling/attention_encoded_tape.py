@@ -1,19 +1,22 @@
-"""Attention with scores changed by a positional encoding (a bias, forget gates or rescored rows),
-in plain torch.
+"""Attention within sliding windows, and with scores changed by a positional encoding (a bias,
+forget gates or rescored rows), in plain torch.
 
-Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E
-size of the values, r queries of a block, t keys up to the block's last query (`num_keys`).
+A layer with a window may keep only the last tokens in its cache. Axes: B batch, S new tokens, T
+tokens with keys (the last S of them are the new tokens), H query heads, G key/value heads, D head
+dimension, E size of the values, r queries of a block, t keys of a block.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .attention_tape import attend
+
 ROWS = 128
-"""Queries per block."""
+"""Queries per block, at least."""
 
 
 def under_autocast(x: Tensor) -> bool:
@@ -33,6 +36,85 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext()
 
 
+def attend_in_window(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    window: int | None,
+    **kwargs,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the results of `attend`, in which a token attends only to the last `window` tokens,
+    including itself.
+
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, D or 2 D). The mask (B or 1, 1, S, at
+    least T) is that of a layer without a window, which may have earlier keys, or None. Computes
+    blocks of queries, so that no S x T mask is needed.
+    """
+    S = query.shape[2]
+    T = key.shape[2]
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., -T:]
+    if window is None or window >= T:
+        return attend(module, query, key, value, attention_mask, **kwargs)
+
+    # Attention weights are those of all queries and keys.
+    with_weights = module.config._attn_implementation == "eager"
+    queries_per_block = S if with_weights else max(ROWS, window)
+    weights = None
+    averages_of_blocks = []
+    for start in range(0, S, queries_per_block):
+        stop = min(start + queries_per_block, S)
+        # The block's queries and keys, as indices among the T tokens.
+        tokens = slice(T - S + start, T - S + stop)
+        keys = slice(0 if with_weights else first_in_window(tokens, window), tokens.stop)
+        mask = attended_keys(attention_mask, S, T, tokens, keys, window, query.device)
+        averages, weights = attend(
+            module, query[:, :, start:stop], key[:, :, keys], value[:, :, keys], mask, **kwargs
+        )
+        averages_of_blocks.append(averages)
+    averages = [torch.cat(parts, dim=1) for parts in zip(*averages_of_blocks, strict=True)]
+    # With weights, there is only one block.
+    return averages, weights
+
+
+def first_in_window(tokens: slice, window: int) -> int:
+    """Return the index of the first token to which any of these tokens attends."""
+    return max(tokens.start - window + 1, 0)
+
+
+def attended_keys(
+    attention_mask: Tensor | None,
+    S: int,
+    T: int,
+    tokens: slice,
+    keys: slice,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
+    """Return the mask (B or 1, 1, r, t), boolean or additive, of the queries at `tokens` for these
+    keys. Both are indices among the T tokens.
+
+    It is the mask (B or 1, 1, S, T), which has a row for each of the last S tokens, restricted to
+    keys up to the query and, with a window, to the last `window` of them.
+    """
+    rows = torch.arange(tokens.start, tokens.stop, device=device)[:, None]
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    attended = columns <= rows
+    if window is not None:
+        attended = attended & (columns > rows - window)
+    attended = attended[None, None]
+    if attention_mask is None:
+        return attended
+
+    of_new_tokens = slice(tokens.start - T + S, tokens.stop - T + S)
+    mask = attention_mask.expand(-1, -1, S, T)[:, :, of_new_tokens, keys]
+    if mask.dtype == torch.bool:
+        return mask & attended
+    return mask.masked_fill(~attended, torch.finfo(mask.dtype).min)
+
+
 def attend_with_scores(
     query: Tensor,
     key: Tensor,
@@ -41,20 +123,26 @@ def attend_with_scores(
     positions,
     dropout: float,
     with_weights: bool,
+    window: int | None = None,
+    earlier_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights
     (B, H, S, T).
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean
-    (True: attend) or additive. The queries are the last S of T tokens; attention is causal.
-    `positions` (`PositionInputs`) changes the scores of all tokens in up to three ways: `rescore`
-    replaces them, `bias` is added, and so are the sums of `log_gate_TBH`, the logarithms of forget
-    gates. Each may be None. Computes at least in float32. Training recomputes blocks in the
-    backward pass, and saves no S x T tensors.
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, at least T) is
+    boolean (True: attend) or additive. The queries are the last S of T tokens; attention is causal
+    and, with `window`, restricted to the last `window` tokens. `positions` (`PositionInputs`)
+    changes the scores in up to three ways: `rescore` replaces them, `bias` is added, and so are the
+    sums of `log_gate_TBH`, the logarithms of forget gates. Each may be None. Bias and gates also
+    have the `earlier_tokens` whose keys were dropped; `rescore` requires the keys of all tokens.
+    Computes at least in float32. Training recomputes blocks in the backward pass, and saves no
+    S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S = query.shape[2]
     T = key.shape[2]
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., -T:]
     q, k, v = (x.to(dtype) for x in (query, key, value))
 
     bias = positions.bias
@@ -71,35 +159,31 @@ def attend_with_scores(
     if positions.log_gate_TBH is not None:
         # The sums over all tokens up to each one. They are in float64, since in long sequences
         # float32 would lose the differences between neighboring tokens.
-        sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
+        sums_BHT = positions.log_gate_TBH[earlier_tokens:].double().cumsum(0).permute(1, 2, 0)
 
     def attend_block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the averages (B, H, r, E), and the weights (B, H, r, T) or None, of the queries
         `q` (B, H, r, D) at these indices among the T tokens.
         """
-        num_keys = tokens.stop
-        keys = torch.arange(num_keys, device=q.device)
-        # (1, 1, r, t): a query attends to the keys up to its own token.
-        attended = (keys <= keys[tokens, None])[None, None]
+        keys = slice(0, tokens.stop)
+        # `rescore` computes the scores of all keys.
+        if window is not None and rescore is None and not with_weights:
+            keys = slice(first_in_window(tokens, window), tokens.stop)
+        attended = attended_keys(attention_mask, S, T, tokens, keys, window, q.device)
         additive = None
-        if attention_mask is not None:
-            # The rows of the mask are the new tokens, but `tokens` counts all tokens.
-            mask_rows = slice(tokens.start - T + S, num_keys - T + S)
-            mask = attention_mask.expand(-1, -1, S, T)[:, :, mask_rows, :num_keys]
-            if mask.dtype != torch.bool:
-                # `rescore` needs a boolean mask. Values near the minimum mask a key.
-                additive = mask
-                mask = mask > torch.finfo(mask.dtype).min / 2
-            attended = attended & mask
+        if attended.dtype != torch.bool:
+            # `rescore` needs a boolean mask. Values near the minimum mask a key.
+            additive = attended
+            attended = attended > torch.finfo(attended.dtype).min / 2
 
-        k_BGtD = k[:, :, :num_keys]
+        k_BGtD = k[:, :, keys]
         B, H, r, D = q.shape
         G = k.shape[1]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
             # The queries of all heads of a group, H / G r, are the rows of one matrix.
             scaled_q = q.reshape(B, G, -1, D) * D**-0.5
-            scores = (scaled_q @ k_BGtD.mT).view(B, H, r, num_keys)
+            scores = (scaled_q @ k_BGtD.mT).view(B, H, r, -1)
         if rescore is not None:
             scores = rescore.rows(
                 scores if rescore.takes_scores else None,
@@ -111,22 +195,23 @@ def attend_with_scores(
             )
 
         if bias is not None:
-            # The bias for the block's queries and their keys.
-            scores = scores + bias.of(tokens, slice(0, num_keys))
+            # The bias for the block's queries and their keys, as indices among all tokens.
+            scores = scores + bias.of(*(_shifted(x, earlier_tokens) for x in (tokens, keys)))
         if sums_BHT is not None:
             # The scores get the sum of the log gates after key j up to query i. Sums relative to
             # the block's first query are small for keys near it, so that float32 keeps their
             # differences. The sum of the first query cancels, so it needs no gradient.
             first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
-            since_BHt = (sums_BHT[..., :num_keys] - first_sums_BH1).to(dtype)
-            scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
+            of_queries = (sums_BHT[..., tokens] - first_sums_BH1).to(dtype)
+            of_keys = (sums_BHT[..., keys] - first_sums_BH1).to(dtype)
+            scores = scores + (of_queries[..., None] - of_keys[..., None, :])
         if additive is not None:
             scores = scores + additive
 
         # Queries at padding attend to no key; their averages must still be finite.
         weights = scores.masked_fill(~attended, torch.finfo(dtype).min).softmax(-1)
         weights = F.dropout(weights, dropout)
-        averages = (weights.view(B, G, -1, num_keys) @ v[:, :, :num_keys]).view(B, H, r, -1)
+        averages = (weights.view(B, G, H // G * r, -1) @ v[:, :, keys]).view(B, H, r, -1)
         if not with_weights:
             return averages, None
         return averages, weights
@@ -154,3 +239,8 @@ def attend_with_scores(
     if weights is not None:
         weights = weights.to(value.dtype)
     return averages.transpose(1, 2), weights
+
+
+def _shifted(tokens: slice, earlier_tokens: int) -> slice:
+    """Return a slice of tokens as indices that also count the earlier tokens."""
+    return slice(tokens.start + earlier_tokens, tokens.stop + earlier_tokens)

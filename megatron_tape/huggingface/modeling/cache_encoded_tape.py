@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .cache_tape import GrowingLayer
 from .encoding_tape import TokenCache
@@ -69,6 +70,108 @@ class EncodedLayer(GrowingLayer):
         self.encoding_tensors = {}
 
 
+class WindowLayer(EncodedLayer):
+    """A layer that keeps keys and values only of the tokens to which later tokens attend: the last
+    W - 1 of them, for a window of W tokens.
+
+    The encoding's tensors are kept for all tokens, since an encoding may need them, such as for
+    running sums. They have few numbers per token.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: int = 1) -> None:
+        super().__init__()
+        self.sliding_window = window
+        self.num_seen = 0
+        """Number of all tokens of a sequence, including those that are no longer kept."""
+        self.record_past = False
+        """Whether `update` keeps all new tokens until `crop` is called. Some versions of
+        transformers set this attribute.
+        """
+
+    def activate_past_recording(self) -> None:
+        """Keep new tokens until the next call of `crop`, which can then remove them."""
+        self.record_past = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys (B, G, S, D) and values (B, G, S, D or 2 D), and return the keys and values
+        of the S new tokens and of the at most W - 1 tokens before them.
+        """
+        new_tokens = key_states.shape[-2]
+        num_returned, _ = self.get_mask_sizes(new_tokens)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.num_seen += new_tokens
+
+        if not self.record_past:
+            self.keys = self._last_tokens("keys", keys, new_tokens)
+            self.values = self._last_tokens("values", values, new_tokens)
+        start = keys.shape[-2] - num_returned
+        return keys[:, :, start:], values[:, :, start:]
+
+    def _last_tokens(self, name: str, tensor: Tensor, new_tokens: int) -> Tensor:
+        """Return the last W - 1 tokens of `tensor`, the value of the attribute `name` after an
+        update with `new_tokens` tokens.
+        """
+        start = max(tensor.shape[-2] - self.sliding_window + 1, 0)
+        if start == 0:
+            return tensor
+        kept = tensor[:, :, start:]
+        buffer, _ = self._buffers.pop(name, (None, None))
+        if new_tokens > 1 or buffer is None:
+            # A view would keep the memory of all tokens, such as those of a long prompt.
+            return kept.clone()
+        # The next token is appended to the same buffer.
+        self._buffers[name] = buffer[:, :, start:], kept
+        return kept
+
+    def get_seq_length(self, *args) -> int:
+        """Return the number of all tokens of a sequence, including those that are not kept."""
+        return self.num_seen
+
+    def get_mask_sizes(self, query_length: int, *args) -> tuple[int, int]:
+        """Return the number of tokens whose keys `update` would return for `query_length` new
+        tokens, and the index of the first of them in the sequence.
+        """
+        earlier = min(self.num_seen, self.sliding_window - 1)
+        return earlier + query_length, self.num_seen - earlier
+
+    def crop(self, *args, **kwargs) -> None:
+        """Remove the last tokens. The arguments depend on the version of transformers.
+
+        Raises RuntimeError if tokens that are visible then have been dropped already.
+        """
+        if not self.is_initialized:
+            return
+        # transformers applies the arguments to a layer of this length without memory.
+        probe = DynamicLayer()
+        probe.keys = probe.values = torch.empty(1, self.num_seen, 1, device="meta")
+        probe.is_initialized = True
+        probe.crop(*args, **kwargs)
+        length = probe.get_seq_length()
+
+        end = self.keys.shape[-2] - (self.num_seen - length)
+        start = end - min(length, self.sliding_window - 1)
+        if start < 0:
+            raise RuntimeError(
+                f"{self.num_seen - length} tokens cannot be removed from this cache, since layers"
+                f" with a window of {self.sliding_window} tokens have dropped the tokens before"
+                " them; call activate_past_recording of the cache before adding tokens to remove,"
+                " or start with an empty cache"
+            )
+        self.keys = self.keys[:, :, start:end]
+        self.values = self.values[:, :, start:end]
+        self.num_seen = length
+        self._apply_to_tensors(lambda tensor: tensor[:, :length])
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        super().reset()
+        self.num_seen = 0
+
+
 class EncodingCache(TokenCache):
     """The interface through which an encoding appends to one layer of a cache, for `batch`
     sequences.
@@ -105,7 +208,7 @@ def check_cache(cache: Cache | None) -> None:
     else:
         # `use_encoded_layers` can replace layers only while they are empty.
         for layer in cache.layers:
-            if type(layer) is not EncodedLayer and layer.get_seq_length() > 0:
+            if not isinstance(layer, EncodedLayer) and layer.get_seq_length() > 0:
                 raise NotImplementedError(
                     "this cache was filled without the positional encoding's tensors; start with an"
                     " empty DynamicCache"
@@ -117,15 +220,21 @@ def check_cache(cache: Cache | None) -> None:
     )
 
 
-def use_encoded_layers(cache: Cache | None, layers: int) -> None:
-    """Replace the first `layers` layers of a cache by `EncodedLayer`s, in place.
+def use_encoded_layers(cache: Cache | None, windows: list[int | None]) -> None:
+    """Replace the first layers of a cache by `EncodedLayer`s, in place.
 
-    `check_cache` must have accepted the cache.
+    `windows` has an entry for each of these layers: the size of the window of a layer that keeps
+    only the tokens in it, or None for a layer that keeps all tokens. `check_cache` must have
+    accepted the cache.
     """
     if cache is None:
         return
     # A DynamicCache may create its layers only when they are first updated.
-    cache.layers.extend(EncodedLayer() for _ in range(layers - len(cache.layers)))
-    for i in range(layers):
-        if type(cache.layers[i]) is not EncodedLayer:
+    cache.layers.extend(DynamicLayer() for _ in windows[len(cache.layers) :])
+    for i, window in enumerate(windows):
+        if isinstance(cache.layers[i], EncodedLayer):
+            continue
+        if window is None:
             cache.layers[i] = EncodedLayer()
+        else:
+            cache.layers[i] = WindowLayer(window)

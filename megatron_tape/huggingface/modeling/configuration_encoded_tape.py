@@ -2,6 +2,10 @@
 
 from .configuration_tape import DecoderConfig
 
+# transformers' names of the types of layers.
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
 
 class EncodedConfig(DecoderConfig):
     """Configuration of a decoder with a positional encoding in its own files.
@@ -15,6 +19,15 @@ class EncodedConfig(DecoderConfig):
             positions.
         attention_output_gate: multiply the heads' outputs by sigmoid(W x), where x is the input of
             attention.
+        sliding_window: number of tokens to which a token attends in layers with a window: itself
+            and those before it.
+        layer_types: for each layer, `sliding_attention` (with the window) or `full_attention`.
+            Default: all layers have the window, if there is one.
+        temperature_scale: in layers without positions, queries at position p are multiplied by
+            1 + temperature_scale * log(floor((p + 1) / temperature_floor_scale) + 1).
+        temperature_floor_scale: tokens after which this factor changes for the first time.
+
+    Raises ValueError for unsupported settings.
     """
 
     model_type = "encoded_tape"
@@ -25,13 +38,47 @@ class EncodedConfig(DecoderConfig):
         position_settings: dict | None = None,
         layers_without_positions: int | None = None,
         attention_output_gate: bool = False,
+        sliding_window: int | None = None,
+        layer_types: list[str] | None = None,
+        temperature_scale: float = 0.0,
+        temperature_floor_scale: int = 8192,
         **kwargs,
     ):
         self.position_encoding = position_encoding
         self.position_settings = position_settings or {}
         self.layers_without_positions = layers_without_positions
         self.attention_output_gate = attention_output_gate
+        self.sliding_window = sliding_window
+        self.layer_types = layer_types
+        self.temperature_scale = temperature_scale
+        self.temperature_floor_scale = temperature_floor_scale
         super().__init__(**kwargs)
+
+        if layer_types is None:
+            layer_type = FULL if sliding_window is None else SLIDING
+            self.layer_types = [layer_type] * self.num_hidden_layers
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries, but there are"
+                f" {self.num_hidden_layers} layers"
+            )
+        if unknown := set(self.layer_types) - {SLIDING, FULL}:
+            raise ValueError(f"layer_types has {min(unknown)!r}; choose {SLIDING} or {FULL}")
+        if SLIDING in self.layer_types and not sliding_window:
+            raise ValueError(f"layer_types has {SLIDING}, but sliding_window is {sliding_window}")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the size of the window of layer `layer` (from 0), or None if it attends to all
+        earlier tokens.
+        """
+        if self.layer_types[layer] == SLIDING:
+            return self.sliding_window
+        return None
+
+    def has_positions(self, layer: int) -> bool:
+        """Return whether layer `layer` (from 0) uses the positional encoding."""
+        interval = self.layers_without_positions
+        return interval is None or (layer + 1) % interval > 0
 
 
 __all__ = ["EncodedConfig"]

@@ -12,12 +12,24 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
-from .attention_tape import TapeAttention, attend
+from .attention_encoded_tape import (
+    attend_in_window,
+    attend_with_scores,
+    under_autocast,
+    without_autocast,
+)
+from .attention_tape import TapeAttention
 from .cache_encoded_tape import EncodingCache, check_cache, use_encoded_layers
 from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
-from .encoding_tape import Encoding, TokenCache, in_some_layers
+from .encoding_tape import (
+    REFLECTIONS,
+    SCORES,
+    Encoding,
+    TokenCache,
+    in_some_layers,
+    temperature,
+)
 from .modeling_tape import (
     TapeForCausalLM,
     TapeForSequenceClassification,
@@ -80,6 +92,9 @@ def make_encoding(config: EncodedConfig):
         qk_norm=config.qk_norm,
         attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
+        sliding_window=config.sliding_window,
+        window_of=config.window_of,
+        has_positions=config.has_positions,
     )
 
     encoding_class = Encoding
@@ -130,24 +145,35 @@ class EncodedPosition(nn.Module):
 
 
 class EncodedAttention(TapeAttention):
-    """Attention with the rotation, scales and changes of scores that an encoding provides."""
+    """Attention with the rotation, scales and changes of scores that an encoding provides, and with
+    the layer's window.
+    """
 
     def __init__(self, config: EncodedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.window = config.window_of(layer_idx)
         if config.attention_output_gate:
             self.gate_proj = nn.Linear(
                 config.hidden_size, config.num_attention_heads * config.head_dim, bias=False
             )
 
     def forward(
-        self, hidden_states, positions, attention_mask, cache, cache_position=None, **kwargs
+        self,
+        hidden_states,
+        positions,
+        attention_mask,
+        cache,
+        temperature=None,
+        cache_position=None,
+        **kwargs,
     ):
         """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention
         weights (B, H, S, T) or None.
 
         hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer
-        (`PositionInputs`). The mask is None, boolean or additive. `cache` is a Cache of
-        transformers, and cache_position (S,) has the indices of the new tokens in it.
+        (`PositionInputs`). The mask is that of a layer without a window: None, boolean or additive.
+        `cache` is a Cache of transformers, and cache_position (S,) has the indices of the new
+        tokens in it. Queries are multiplied by `temperature` (B or 1, S, 1, 1) unless it is None.
         """
         # Encodings have the sequence as the first axis.
         state = positions.z_TBGD
@@ -159,22 +185,37 @@ class EncodedAttention(TapeAttention):
             scale = positions.factor_TB1D.transpose(0, 1)
             query = query * scale
             key = key / scale
+        if temperature is not None:
+            query = (query * temperature).to(query.dtype)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        num_tokens = key.shape[2]
         if cache is not None:
             key, value = cache.update(
                 key, value, self.layer_idx, {"cache_position": cache_position}
             )
+            num_tokens = cache.get_seq_length(self.layer_idx)
 
         dropout = self.config.attention_dropout if self.training else 0.0
         # Without changes of scores, transformers' attention functions can be used.
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
             kwargs |= {"dropout": dropout, "scaling": self.scaling}
-            averages, weights = attend(self, query, key, value, attention_mask, **kwargs)
+            averages, weights = attend_in_window(
+                self, query, key, value, attention_mask, self.window, **kwargs
+            )
         else:
             is_eager = self.config._attn_implementation == "eager"
             with without_autocast(query):
                 all_averages, weights = attend_with_scores(
-                    query, key, value, attention_mask, positions, dropout, with_weights=is_eager
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    positions,
+                    dropout,
+                    with_weights=is_eager,
+                    window=self.window,
+                    # A layer with a window may have dropped the keys of these tokens.
+                    earlier_tokens=num_tokens - key.shape[2],
                 )
             averages = all_averages.split(self.head_dim, dim=-1)
 
@@ -202,12 +243,25 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = EncodedPosition(encoding.parameters(layer_idx))
+        self.has_positions = config.has_positions(layer_idx)
+        self.has_window = config.window_of(layer_idx) is not None
 
-    def forward(self, hidden_states, state, attention_mask=None, is_last=False, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        state,
+        attention_mask=None,
+        is_last=False,
+        window_phases=None,
+        temperature=None,
+        **kwargs,
+    ):
         """Return the next layer's hidden states (B, S, C) and state (S, B or 1, ...) or None, and
         the attention weights (B, H, S, T) or None.
 
         `state` is the encoding's state that enters this layer. With `is_last`, it is not updated.
+        `window_phases` and `temperature` are the inputs that all layers share (see
+        `EncodedModel._first_inputs`).
         """
         layer = self.layer_idx
         encoding = self.encoding
@@ -227,12 +281,22 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             """Return x (B, S, ...) as (S, B, ...) in the encoding's dtype."""
             return x.to(dtype).transpose(0, 1)
 
+        # Layers with a window may rotate with frequencies of their own.
+        turns_in_window = window_phases is not None and self.has_window and self.has_positions
         with without_autocast(hidden_states):
             x = for_encoding(normed_states)
             state = encoding.enter(layer, parameters, state, x, token_cache)
             positions = encoding.position_inputs(layer, parameters, state, x, token_cache)
+            in_attention = positions
+            if turns_in_window:
+                in_attention = encoding.inputs_in_window(positions, window_phases)
         attention_output, averaged, weights = self.self_attn(
-            normed_states, positions, attention_mask, cache, **kwargs
+            normed_states,
+            in_attention,
+            attention_mask,
+            cache,
+            temperature=None if self.has_positions else temperature,
+            **kwargs,
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -243,6 +307,8 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
                 # Under autocast, attention returns another dtype.
                 averaged = averaged.to(dtype)
             with without_autocast(hidden_states):
+                if turns_in_window and averaged is not None:
+                    averaged = encoding.average_from_window(averaged, window_phases)
                 state = encoding.next_state(
                     layer,
                     parameters,
@@ -291,6 +357,11 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         self.encoding = make_encoding(config)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList([EncodedDecoderLayer(config, i, self.encoding) for i in layers])
+        # For each layer, the window to which its cache is limited, or None.
+        self.cached_windows = [config.window_of(i) for i in layers]
+        # Such encodings compute the scores of all keys, so that all must be cached.
+        if self.encoding.needs & {SCORES, REFLECTIONS}:
+            self.cached_windows = [None] * config.num_hidden_layers
 
     def check_cached(self, length: int) -> None:
         """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length`
@@ -311,7 +382,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
     def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
         """Make `cache` able to store the encoding's tensors, and check its new length."""
-        use_encoded_layers(cache, self.config.num_hidden_layers)
+        use_encoded_layers(cache, self.cached_windows[: self.config.num_hidden_layers])
         if cache is not None and (past_length := cache.get_seq_length()) > 0:
             self.check_cached(past_length + hidden_states.shape[1])
 
@@ -333,12 +404,21 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
     def _first_inputs(
         self, hidden_states: Tensor, position_ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the first layer's hidden states (B, S, C) and the encoding's initial state (S, B
-        or 1, ...) or None.
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Return the first layer's hidden states (B, S, C), the encoding's initial state (S, B or
+        1, ...) or None, and further inputs that all layers share.
 
         hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
+        config = self.config
+        dtype = hidden_states.dtype
+        shared_inputs = {}
+        if config.temperature_scale:
+            factors = temperature(
+                position_ids, config.temperature_scale, config.temperature_floor_scale
+            )
+            shared_inputs["temperature"] = factors[..., None, None]
+
         # `token_positions` returns None, or positions that replace 0, 1, ... in a sequence of the
         # given length. Its second argument would be a random generator in training.
         if self.encoding.token_positions(1, None) is not None:
@@ -349,10 +429,13 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
                 new_ids.append(table.to(ids.device)[ids])
             position_ids = torch.stack(new_ids)
         positions_SB = position_ids.T
-        token_embedding = self.encoding.embedding(positions_SB, hidden_states.dtype)
+        window_phases = self.encoding.window_phases(positions_SB, dtype)
+        if window_phases is not None:
+            shared_inputs["window_phases"] = window_phases
+        token_embedding = self.encoding.embedding(positions_SB, dtype)
         if token_embedding is not None:
             hidden_states = hidden_states + token_embedding.transpose(0, 1)
-        return hidden_states, self.encoding.initial_state(positions_SB, hidden_states.dtype)
+        return hidden_states, self.encoding.initial_state(positions_SB, dtype), shared_inputs
 
 
 class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):

@@ -193,8 +193,11 @@ class TapeModel(TapePreTrainedModel):
         # Padding need not be subtracted: TAPE depends only on differences of positions.
         return cache_position.unsqueeze(0)
 
-    def _first_inputs(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first layer's hidden states (B, S, C) and position state (B, S, G, D).
+    def _first_inputs(
+        self, hidden_states: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the first layer's hidden states (B, S, C) and position state (B, S, G, D), and
+        further inputs that all layers share.
 
         hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
@@ -204,7 +207,7 @@ class TapeModel(TapePreTrainedModel):
         # A float64 model would lose precision with a float32 state.
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
             phases = phases.to(hidden_states.dtype)
-        return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
+        return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1), {}
 
     @can_return_tuple
     def forward(
@@ -287,7 +290,8 @@ class TapeModel(TapePreTrainedModel):
             "cache_position": cache_position,
         }
 
-        hidden_states, state = self._first_inputs(hidden_states, position_ids)
+        hidden_states, state, shared_inputs = self._first_inputs(hidden_states, position_ids)
+        layer_inputs |= shared_inputs
         all_hidden_states = []
         all_attentions = []
         # Assisted generation with early exit temporarily lowers config.num_hidden_layers, so that
