@@ -132,11 +132,18 @@ class RotaryPosition(PositionEncoding):
         file.
         """
         settings = self.settings
+        model = self.model
         # In transformers, RoPE in a share of the frequencies is a `rope_type` of its own, so it
         # excludes the types llama3 and yarn.
         shares_and_scales = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
-        # A plain export is Llama, Mistral, Qwen2, Qwen3 or SmolLM3, which have no output gate.
-        if shares_and_scales or self.learns_increments or self.model.attention_output_gate:
+        if shares_and_scales or self.learns_increments:
+            return "code"
+        # A plain export is Llama, Mistral, Qwen2, Qwen3 or SmolLM3. These have no output gate, no
+        # temperature, and one set of frequencies for all layers.
+        if model.attention_output_gate or model.temperature_scale or self.in_window is not None:
+            return "code"
+        # transformers' cache of a window of one token keeps all tokens instead of none.
+        if model.sliding_window == 1:
             return "code"
         return "plain"
 

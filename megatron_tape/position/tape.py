@@ -79,9 +79,12 @@ class TapePosition(RotaryPosition):
         encoding's file.
         """
         settings = self.settings
+        model = self.model
         # The TAPE architecture has none of these settings.
         rescales_or_skips = settings.state_norm == "unit" or settings.rope_share < 1
-        if rescales_or_skips or self.learns_increments or self.model.attention_output_gate:
+        if rescales_or_skips or self.learns_increments:
+            return "code"
+        if model.attention_output_gate or model.sliding_window is not None:
             return "code"
         return "tape"
 

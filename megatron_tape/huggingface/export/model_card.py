@@ -20,6 +20,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from megatron_tape import command_line
 from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.config.data import blend
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.evaluation.results import Results, read_results, results_file
 from megatron_tape.huggingface.export.markdown import escape_markdown
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
@@ -140,6 +141,7 @@ def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, 
         "Parameters": f"{parameter_count(model) - omitted:,}",
         "Positions": positions[str(encoding.exports_to)],
         "Layers": model.num_layers,
+        **_layer_facts(model),
         "Hidden size": model.hidden_size,
         "MLP size": model.ffn_hidden_size,
         "Query heads, key/value heads": f"{model.num_attention_heads}, {model.query_groups}",
@@ -147,6 +149,32 @@ def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, 
         "Vocabulary": f"{vocab_size:,} tokens",
         "Weights": dtype,
     }
+
+
+def _layer_facts(model: ModelConfig) -> dict[str, str]:
+    """Return rows of the card's first table about settings that only some layers have, by their
+    labels.
+    """
+    facts = {}
+    if model.sliding_window is not None:
+        layers = "all layers"
+        every = model.full_attention_every
+        if every is not None:
+            layers += f" but {_multiples(every)}, which attend to all tokens"
+        facts["Sliding window"] = f"{model.sliding_window:,} tokens in {layers}"
+    if model.layers_without_positions is not None:
+        facts["Without positions"] = _multiples(model.layers_without_positions)
+    if model.temperature_scale:
+        facts["Temperature of queries without positions"] = (
+            f"1 + {model.temperature_scale:g} log(floor((p + 1) / {model.temperature_floor_scale})"
+            " + 1) at position p"
+        )
+    return facts
+
+
+def _multiples(interval: int) -> str:
+    """Return words for every n-th layer, where n is `interval`."""
+    return f"layers {interval}, {2 * interval}, ... (counted from 1)"
 
 
 def _remote_code_argument(saved: SavedWeights) -> str:

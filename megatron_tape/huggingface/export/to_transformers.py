@@ -1,9 +1,9 @@
 """Export a checkpoint of this project to a directory that transformers loads without this project.
 
-TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2 or Qwen3
-models. Models with another positional encoding include shared modeling code and the encoding's
-file. Parameters are converted one at a time: their shards are read and joined, and the weight is
-split as in Hugging Face's models and written.
+TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2, Qwen3 or
+SmolLM3 models. Other models include shared modeling code and the file of their positional encoding.
+Parameters are converted one at a time: their shards are read and joined, and the weight is split as
+in Hugging Face's models and written.
 """
 
 import dataclasses
@@ -67,12 +67,6 @@ NO_TOKENIZER = "none"
 _GIVE_TOKENIZER = (
     f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export none"
 )
-# Prefix of the class and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
-_ROPE_ARCHITECTURES = {
-    (False, False): ("Llama", "llama"),
-    (True, False): ("Qwen2", "qwen2"),
-    (False, True): ("Qwen3", "qwen3"),
-}
 _EXPORTED_FILES = re.compile(
     r"(base/)?("
     r"README\.md|(config|generation_config|adapter_config|tokenizer|tokenizer_config)\.json|tokenizer\.model"
@@ -245,14 +239,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "position_state_precision": model.position.state_precision,
         }
 
-    class_prefix, model_type = _ROPE_ARCHITECTURES[model.qkv_bias, model.qk_norm]
-    if model.layers_without_positions is not None:
-        class_prefix, model_type = "SmolLM3", "smollm3"
-    elif model_type == "llama" and model.hidden_size % model.num_attention_heads:
-        # Llama requires that the number of heads divides the hidden size. Mistral is the same
-        # model without this rule.
-        class_prefix, model_type = "Mistral", "mistral"
-
+    class_prefix, model_type = _rope_architecture(model)
     # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config = _shared_config(class_prefix, model_type, model, rows, dtype) | {
@@ -264,17 +251,17 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
 
     # Settings of these architectures whose defaults are wrong here.
     if model_type == "mistral":
-        return config | {"sliding_window": None}
-    if model_type != "llama":
-        config["use_sliding_window"] = False
-    if model_type == "smollm3":
-        # In spite of its name, `no_rope_layers` has 1 for each layer with RoPE.
-        interval = model.layers_without_positions
-        layers = range(1, model.num_layers + 1)
-        config["no_rope_layer_interval"] = interval
-        config["no_rope_layers"] = [int(layer % interval > 0) for layer in layers]
+        return config | {"sliding_window": model.sliding_window}
     if model_type in ("llama", "smollm3"):
         config["mlp_bias"] = False
+    if model_type != "llama":
+        config |= _window_settings(model, model_type)
+    if model_type == "smollm3":
+        layers = range(model.num_layers)
+        # In spite of its name, `no_rope_layers` has 1 for each layer with RoPE. If all layers have
+        # it, the interval is longer than the model.
+        config["no_rope_layer_interval"] = model.layers_without_positions or len(layers) + 1
+        config["no_rope_layers"] = [int(model.has_positions(layer)) for layer in layers]
     return config
 
 
@@ -287,6 +274,44 @@ def layer_types(model: ModelConfig) -> list[str]:
         else:
             types.append("sliding_attention")
     return types
+
+
+def _rope_architecture(model: ModelConfig) -> tuple[str, str]:
+    """Return the prefix of the class, and the model_type, of the architecture of transformers that
+    has the layers of a model with `rope`.
+    """
+    if model.layers_without_positions is not None:
+        return "SmolLM3", "smollm3"
+    if model.qkv_bias:
+        return "Qwen2", "qwen2"
+    if model.qk_norm:
+        return "Qwen3", "qwen3"
+    # Of the architectures with Llama's layers, SmolLM3 has a window only in some.
+    if model.full_attention_every is not None:
+        return "SmolLM3", "smollm3"
+    # Llama has no window, and requires that the number of heads divides the hidden size. Mistral is
+    # the same model without these rules. It has the window in all layers.
+    if model.sliding_window is not None or model.hidden_size % model.num_attention_heads:
+        return "Mistral", "mistral"
+    return "Llama", "llama"
+
+
+def _window_settings(model: ModelConfig, model_type: str) -> dict:
+    """Return the settings of the sliding window for the architectures Qwen2, Qwen3 and SmolLM3."""
+    if model.sliding_window is None:
+        return {"use_sliding_window": False}
+
+    settings = {
+        "use_sliding_window": True,
+        "sliding_window": model.sliding_window,
+        # By default, SmolLM3 has the window in the layers without positions.
+        "layer_types": layer_types(model),
+    }
+    if model_type != "smollm3":
+        # In Qwen's models, this many layers at the beginning attend to all tokens, unless
+        # `layer_types` says otherwise.
+        settings["max_window_layers"] = 0
+    return settings
 
 
 def _rope_parameters(position: Any) -> dict:

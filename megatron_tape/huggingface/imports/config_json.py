@@ -27,7 +27,13 @@ PHI3 = "phi3"
 """`model_type` of Phi-3 and Phi-4."""
 
 _LLAMA_DEFAULTS = {"attention_bias": False, "rms_norm_eps": 1e-6}
-_QWEN2_DEFAULTS = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
+_QWEN2_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+}
 _EXPORT_DEFAULTS = {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5}
 # transformers' defaults for required keys that may be missing in config.json.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -53,13 +59,14 @@ _DEFAULT_THETAS = {"smollm3": 2e6}
 # Fixed settings of an architecture, which override config.json.
 _FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
+    # Mistral and Phi-3 have their window, unless its size is null.
     "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
     "qwen2": {"attention_bias": True, "qk_norm": False},
     "qwen3": {"qk_norm": True},
     "smollm3": {"qk_norm": False},
     PHI3: {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
     "tape": {"use_sliding_window": False},
-    ENCODED: {"use_sliding_window": False},
+    ENCODED: {"use_sliding_window": True},
 }
 _SUPPORTED = {
     "hidden_act": "silu",
@@ -75,16 +82,19 @@ _GEMMA = (
     "its norms multiply by 1 + weight, its embeddings are scaled, and its MLP uses GELU"
     " (hidden_activation)"
 )
-_GEMMA2 = f"{_GEMMA}; it has more norms, and soft caps or sliding windows (layer_types)"
+_GEMMA2 = f"{_GEMMA}; it has more norms, and soft caps"
+_GEMMA3 = f"{_GEMMA}; it has more norms"
+_EVERY_NTH = "here, only every n-th layer, counted from 1, can be without the window of the others"
 # Why models similar to Llama cannot be imported.
 _UNLIKE_LLAMA = {
     "olmo": "its norms have no weights, and it clips queries, keys and values (clip_qkv)",
     "olmo2": _OLMO2,
-    "olmo3": f"{_OLMO2}; it has sliding windows (layer_types)",
+    "olmo3": _OLMO2,
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3": _GEMMA2,
-    "gemma3_text": _GEMMA2,
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "cwm": f"its layers 1, 5, 9, ... attend to all tokens; {_EVERY_NTH}",
 }
 _TAPE_SETTINGS = {
     "gate_input": "gate_input",
@@ -231,6 +241,8 @@ def model_settings(
             "qk_norm": settings["qk_norm"],
             "attention_output_gate": settings.get("attention_output_gate", False),
             "layers_without_positions": _layers_without_positions(settings, path),
+            **_windows(settings, path),
+            **_temperature(settings),
             "seq_length": settings["max_position_embeddings"],
         }
     )
@@ -265,28 +277,85 @@ def _check_supported(settings: dict, path: Path) -> None:
     if model_type in ("llama", "qwen3", "smollm3") and settings["attention_bias"]:
         raise cannot_import(settings, path, "attention_bias", "false")
 
-    # Qwen's settings contain the size of a sliding window even if it is disabled.
+
+def _windows(settings: dict, path: Path) -> dict[str, int]:
+    """Return `sliding_window` and `full_attention_every` of a ModelConfig; {} if no layer has a
+    window.
+
+    A window that is longer than the context is kept: it hides tokens in longer sequences. Raises
+    UserError if the layers without a window are not every n-th one.
+    """
+    # Qwen's settings contain the size of a window even if it is disabled.
     window = settings.get("sliding_window") if settings["use_sliding_window"] else None
-    context = settings["max_position_embeddings"]
-    if window is not None and window < context:
+    key, windowed = _windowed_layers(settings, path, window is not None)
+    if not any(windowed):
+        return {}
+    if window is None:
         raise cannot_import(
             settings,
             path,
-            "sliding_window",
-            f"null, use_sliding_window false, or at least max_position_embeddings {context}; to"
-            " import the model for contexts that fit into its window, set max_position_embeddings"
-            f" to {window} in its config.json",
+            key,
+            "full_attention in all layers, or sliding_window with the size of the window and, in"
+            " Qwen2, Qwen3 and SmolLM3, use_sliding_window true",
+            "no size of a window is set",
         )
 
-    types = settings.get("layer_types")
-    if types is None:
-        return
-    full_types = {"full_attention"}
-    if window is not None:  # a window that holds the whole context is full attention
-        full_types.add("sliding_attention")
+    interval = _interval(windowed)
+    if interval < 2:
+        raise cannot_import(
+            settings,
+            path,
+            key,
+            "windows in all layers, or in all except the layers n, 2n, 3n, ...",
+            _EVERY_NTH,
+        )
+    if interval > len(windowed):
+        return {"sliding_window": window}
+    return {"sliding_window": window, "full_attention_every": interval}
+
+
+def _windowed_layers(settings: dict, path: Path, has_window: bool) -> tuple[str, list[bool]]:
+    """Return whether each layer has a sliding window, and the key in config.json that says so.
+
+    `has_window` says whether the size of a window is set. Raises UserError for a list of other
+    types or another length.
+    """
+    model_type = settings["model_type"]
     layers = settings["num_hidden_layers"]
-    if not set(types) <= full_types or len(types) != layers:
-        raise cannot_import(settings, path, "layer_types", f"full_attention in all {layers} layers")
+    types = settings.get("layer_types")
+    if types is not None:
+        # transformers reads a Mistral with this list as a Ministral, which obeys it.
+        windowed = [layer_type == "sliding_attention" for layer_type in types]
+        is_known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
+        # Phi-3 ignores the list.
+        if not is_known or (model_type == PHI3 and windowed != [has_window] * layers):
+            accepted = f"full_attention or sliding_attention for each of {layers} layers"
+            if model_type == PHI3:
+                accepted += ", the same for all"
+            raise cannot_import(settings, path, "layer_types", accepted)
+        return "layer_types", windowed
+
+    if model_type in ("qwen2", "qwen3"):
+        num_full = settings["max_window_layers"]
+        return "max_window_layers", [has_window and layer >= num_full for layer in range(layers)]
+    if model_type == "smollm3":
+        # By default, the layers without RoPE have the window.
+        interval = _layers_without_positions(settings, path) or layers + 1
+        numbers = range(1, layers + 1)
+        return "layer_types", [has_window and number % interval == 0 for number in numbers]
+    return "sliding_window", [has_window] * layers
+
+
+def _interval(marks: list) -> int:
+    """Return n if all layers are marked except the layers n, 2n, 3n, ..., counted from 1.
+
+    If all layers are marked, n is greater than their number. Returns 0 for other patterns.
+    """
+    # The number of the first layer without a mark, such as 4 for [1, 1, 1, 0].
+    interval = [*marks, 0].index(0) + 1
+    if marks != [number % interval > 0 for number in range(1, len(marks) + 1)]:
+        return 0
+    return interval
 
 
 def _layers_without_positions(settings: dict, path: Path) -> int | None:
@@ -305,11 +374,9 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
     # In spite of its name, this list has 1 for each layer with RoPE. It overrides the interval.
     if has_rope := settings.get("no_rope_layers"):
         key = "no_rope_layers"
-        # The number of the first layer without RoPE, counted from 1, such as 4 for [1, 1, 1, 0]. If
-        # all layers have RoPE, the appended 0 gives a number beyond the last layer.
-        interval = [*has_rope, 0].index(0) + 1
-        if has_rope != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
-            interval = 0  # the layers without RoPE are irregular, which is refused below
+        interval = _interval(has_rope)
+        if len(has_rope) != layers:
+            interval = 0  # refused below
 
     # With an interval of 1, no layer would have positions.
     if interval < 2:
@@ -319,6 +386,16 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
     if interval <= layers:
         return interval
     return None
+
+
+def _temperature(settings: dict) -> dict:
+    """Return the settings of the queries' temperature in a ModelConfig, which only this project's
+    exports have.
+    """
+    if settings["model_type"] != ENCODED:
+        return {}
+    keys = ("temperature_scale", "temperature_floor_scale")
+    return {key: settings[key] for key in keys if key in settings}
 
 
 def _encoding_settings(settings: dict, path: Path) -> dict:
