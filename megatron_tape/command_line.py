@@ -88,6 +88,25 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def add_rope_scaling(add: Callable[..., Any]) -> None:
+    """Add the options that scale a model's positions, which `extension.rope_scaling.read_options`
+    reads. `add` is `add_argument` of a parser.
+    """
+    add(
+        "--rope-scaling",
+        choices=("linear", "llama3", "yarn"),
+        help="scale the positions of a model with rope, tape or repo for longer texts, without"
+        " training; a model that has a scaling keeps its type (default: the model as it is)",
+    )
+    add(
+        "--rope-scaling-factor",
+        type=float,
+        metavar="F",
+        help="with --rope-scaling: new context length divided by the model's own; multiplies the"
+        " factor of a model that has a scaling",
+    )
+
+
 class Interrupted(BaseException):
     """Raised in a program when signal `number` arrives. `except Exception` does not catch it."""
 

@@ -32,6 +32,7 @@ from megatron_tape.evaluation.model_source import ModelSource, check_trained_on,
 from megatron_tape.evaluation.results import NAME, ModelRecord
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS, with_group_names
+from megatron_tape.extension.rope_scaling import read_options
 from megatron_tape.home import provide_caches
 from megatron_tape.io.files import remove
 from megatron_tape.parallel.launcher import check_launcher_environment
@@ -85,7 +86,8 @@ def _main(argv: list[str] | None) -> int:
     try:
         options, tasks = read_command(argv)
         provide_caches()
-        model_source = find_model(options.model, options.label, average=options.average)
+        scaling = read_options(options.rope_scaling, options.rope_scaling_factor)
+        model_source = find_model(options.model, options.label, options.average, scaling)
         model_source.check_code(options.trust_remote_code)
         for task in tasks:
             check_task(task, model_source)
@@ -148,15 +150,18 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
         action="store_true",
         help="evaluate the averaged weights of a run with train.average",
     )
+    command_line.add_rope_scaling(add)
     add(
         "--output",
         metavar="DIR",
-        help="output directory (default: RUN/evaluation/STEP or evaluations/NAME)",
+        help="output directory (default: RUN/evaluation/STEP or evaluations/NAME, with the name of"
+        " --rope-scaling)",
     )
     add(
         "--label",
         metavar="NAME",
-        help="name of the model in the results (default: the directory's name)",
+        help="name of the model in the results (default: the directory's name); --rope-scaling"
+        " adds the scaling's name, such as -yarn-x4",
     )
     add(
         "--device",
@@ -311,6 +316,7 @@ def _run(
         trained_length=model.info.trained_length,
         config=model.info.config,
         run=model_source.run,
+        rope_scaling=model_source.scaling.name if model_source.scaling else None,
     )
     results = add_result(output, label, record, plan, result)
     pictures = draw(output, task, results)
@@ -332,9 +338,10 @@ def _in_transformers_format(
 ) -> Iterator[Path]:
     """Yield a directory with the model in a format that transformers can load.
 
-    A checkpoint is exported to a temporary directory in `output`. All ranks can read it there.
+    A checkpoint, or a model with other positions, is exported to a temporary directory in `output`.
+    All ranks can read it there.
     """
-    if not model_source.is_checkpoint:
+    if not model_source.needs_export:
         yield model_source.path
         return
     temporary = ranks.run_on_rank_0(lambda: Path(tempfile.mkdtemp(prefix=".exported-", dir=output)))

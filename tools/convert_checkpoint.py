@@ -2,6 +2,8 @@
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
     python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output adapter --adapter
+    python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/longer \\
+        --rope-scaling yarn --rope-scaling-factor 4
     python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3
     python tools/convert_checkpoint.py from-released --weights model.safetensors \\
         --config config.json --output released
@@ -14,6 +16,7 @@ import argparse
 from collections.abc import Callable
 
 from megatron_tape import command_line
+from megatron_tape.errors import ConfigError
 
 
 def main() -> None:
@@ -24,16 +27,36 @@ def main() -> None:
     convert(**options)
 
 
-def to_hf(output: str, adapter: bool, **options) -> None:
+def to_hf(
+    output: str,
+    adapter: bool,
+    rope_scaling: str | None,
+    rope_scaling_factor: float | None,
+    **options,
+) -> None:
     """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft.
 
     `options` are the other options of the command line.
     """
     # The functions import torch only when they run, so that --help is fast.
+    from megatron_tape.extension.rope_scaling import read_options
+
+    scaling = read_options(rope_scaling, rope_scaling_factor)
+    if adapter and scaling is not None:
+        raise ConfigError(
+            "--rope-scaling",
+            "cannot be combined with --adapter, which exports the model as it was trained",
+            "omit one of them",
+        )
+
     if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
         checkpoint = export_adapter(output=output, **options)
+    elif scaling is not None:
+        from megatron_tape.extension.scaled_export import export_scaled
+
+        checkpoint = export_scaled(scaling, output=output, **options)
     else:
         from megatron_tape.huggingface.export.to_transformers import export
 
@@ -108,6 +131,7 @@ def add_export(add: Callable) -> None:
         action="store_true",
         help="export the averaged weights of a run with train.average",
     )
+    command_line.add_rope_scaling(add)
     add(
         "--adapter",
         action="store_true",

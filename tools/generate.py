@@ -17,6 +17,7 @@ from typing import Any
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError, one_line
 from megatron_tape.evaluation.model_source import ModelSource, find_model
+from megatron_tape.extension.rope_scaling import read_options
 from megatron_tape.huggingface.tokenizer_files import SPECIAL_IDS, read_tokenizer
 from megatron_tape.io.records import read_small
 
@@ -27,7 +28,8 @@ _PROMPT_BYTES = 64 << 20
 def main() -> None:
     """Parse the command line, generate continuations, and print each after its prompt."""
     arguments = parser().parse_args()
-    source = find_model(arguments.model, average=arguments.average)
+    scaling = read_options(arguments.rope_scaling, arguments.rope_scaling_factor)
+    source = find_model(arguments.model, average=arguments.average, scaling=scaling)
     source.check_code(arguments.trust_remote_code)
     _check_numbers(arguments)
     if not source.info.has_tokenizer:
@@ -95,9 +97,9 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
 def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
     """Yield a directory with the model in transformers' format.
 
-    A checkpoint is exported to a temporary directory.
+    A checkpoint, or a model with other positions, is exported to a temporary directory.
     """
-    if not source.is_checkpoint:
+    if not source.needs_export:
         yield source.path
         return
     with tempfile.TemporaryDirectory(prefix="exported-") as directory:
@@ -172,9 +174,9 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def _count_new_tokens(number: int, length: int, maximum: int, context: int | None) -> int:
     """Return how many tokens to add to prompt `number`, which has `length` tokens.
 
-    That is `maximum`, or fewer if they exceed the context. `context` is the length that the model
-    was trained on, or None if it is unknown. Raises UserError if the prompt is empty or fills the
-    context.
+    That is `maximum`, or fewer if they exceed the context. `context` is the context length of the
+    model with its scaling, or None if it is unknown. Raises UserError if the prompt is empty or
+    fills the context.
     """
     if length == 0:
         raise UserError(
@@ -188,7 +190,7 @@ def _count_new_tokens(number: int, length: int, maximum: int, context: int | Non
     if room <= 0:
         raise UserError(
             f"prompt {number}",
-            f"has {length} tokens, but the model was trained on contexts of {context}",
+            f"has {length} tokens, but the model's context has {context}",
             "shorten it",
         )
     command_line.log(
@@ -212,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="use the averaged weights of a run with train.average",
     )
+    command_line.add_rope_scaling(add)
     add(
         "--prompt",
         type=str,

@@ -1,5 +1,6 @@
 """Find and describe the model that a user gives with --model. Imports no torch."""
 
+import functools
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from megatron_tape.data.tokenizer import (
 )
 from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.evaluation.task import ModelInfo
+from megatron_tape.extension.rope_scaling import RopeScaling
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
 from megatron_tape.huggingface.tokenizer_files import export_problem
@@ -64,13 +66,27 @@ class ModelSource:
     """The path as the user gave it."""
     average: bool = False
     """Whether to use the averaged weights of a checkpoint."""
+    scaling: RopeScaling | None = None
+    """The scaling of the positions that the user has chosen, in addition to the model's own."""
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether this is a checkpoint of this project, or a run that will have one."""
         return self.run is not None
 
+    @property
+    def needs_export(self) -> bool:
+        """Whether transformers can load the model only after `export`."""
+        return self.is_checkpoint or self.scaling is not None
+
     def digest(self) -> str:
+        """Return a SHA-256 that identifies the model and its scaling."""
+        model = self._model_digest()
+        if self.scaling is None:
+            return model
+        return hashlib.sha256(f"{model} {self.scaling.name}".encode()).hexdigest()
+
+    def _model_digest(self) -> str:
         """Return a SHA-256 that covers a checkpoint's manifest, or the contents of `files`."""
         if self.is_checkpoint:
             return model_digest(self.path, self.average)
@@ -124,28 +140,44 @@ class ModelSource:
             )
 
     def export(self, directory: Path, dtype: str) -> None:
-        """Export the checkpoint in transformers format, with its tokenizer if possible. Raises
-        ConfigError.
+        """Write the model to a new directory in transformers format, with its scaling. A
+        checkpoint's tokenizer is included if possible. Raises ConfigError.
         """
+        from megatron_tape.extension.scaled_export import export_scaled, link_scaled
         from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
+        # A model in transformers format needs only other settings.
+        if not self.is_checkpoint:
+            assert self.scaling is not None, "otherwise it needs no export"
+            link_scaled(self.scaling, self.path, directory)
+            return
+
+        tokenizer = NO_TOKENIZER
+        if self.info.has_tokenizer and not self.tokenizer_problem():
+            tokenizer = None  # which makes `export` use the tokenizer of the checkpoint
+        write = export
+        if self.scaling is not None:
+            write = functools.partial(export_scaled, self.scaling)
         try:
-            tokenizer = NO_TOKENIZER
-            if self.info.has_tokenizer and not self.tokenizer_problem():
-                tokenizer = None  # which makes `export` use the tokenizer of the checkpoint
-            export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
+            write(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
             raise ConfigError("--model", f"{self.user_path} cannot be exported: {error}") from None
 
 
-def find_model(user_path: str, label: str | None = None, average: bool = False) -> ModelSource:
+def find_model(
+    user_path: str,
+    label: str | None = None,
+    average: bool = False,
+    scaling: RopeScaling | None = None,
+) -> ModelSource:
     """Return the model at a path: a run, its checkpoints, one checkpoint, or a directory in
     transformers format.
 
     `label` is the model's name in results, by default that of the directory. `average` selects the
-    averaged weights of a run. Only the sizes of a checkpoint's files are checked. Raises
-    ConfigError if the model cannot be used.
+    averaged weights of a run. With `scaling`, its positions are scaled, and its label ends with the
+    name of the scaling. Only the sizes of a checkpoint's files are checked. Raises ConfigError if
+    the model cannot be used.
     """
     path = Path(user_path)
     if not path.exists():
@@ -166,9 +198,11 @@ def find_model(user_path: str, label: str | None = None, average: bool = False) 
 
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
-            model_source = _from_transformers(path, label)
+            model_source = _from_transformers(path, label, scaling)
         else:
-            model_source = _from_checkpoint(path, label, average)
+            model_source = _from_checkpoint(path, label, average, scaling)
+    except ConfigError:
+        raise  # about an option
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{user_path} cannot be used: {error}") from None
     if average and not model_source.is_checkpoint:
@@ -180,8 +214,10 @@ def find_model(user_path: str, label: str | None = None, average: bool = False) 
     return replace(model_source, user_path=user_path)
 
 
-def _from_transformers(path: Path, label: str | None) -> ModelSource:
-    """Return the model of a directory in transformers format. Raises FileError."""
+def _from_transformers(path: Path, label: str | None, scaling: RopeScaling | None) -> ModelSource:
+    """Return the model of a directory in transformers format. Raises FileError, or ConfigError if
+    it cannot have the scaling.
+    """
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
         raise FileError(
@@ -208,9 +244,14 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
         # Tasks then require the setting `lengths`.
         length = None
 
+    suffix = ""
+    if scaling is not None:
+        suffix = f"-{scaling.name}"
+        length = scaling.scaled_export(settings, path).seq_length
+
     name = path.resolve().name
     info = ModelInfo(
-        label=label or name,
+        label=f"{label or name}{suffix}",
         vocab_size=vocab_size,
         trained_length=length,
         config=settings,
@@ -223,8 +264,9 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
         path,
         info,
         run=None,
-        default_output=Path("evaluations") / name,
+        default_output=Path("evaluations") / f"{name}{suffix}",
         runs_foreign_code=model_runs_code or _tokenizer_runs_code(path),
+        scaling=scaling,
     )
 
 
@@ -300,9 +342,11 @@ def check_trained_on(task: str, model_source: ModelSource) -> None:
         )
 
 
-def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSource:
+def _from_checkpoint(
+    path: Path, label: str | None, average: bool, scaling: RopeScaling | None
+) -> ModelSource:
     """Return the model of a checkpoint, or of the newest one in a run. Raises CheckpointError or
-    FileError.
+    FileError, or ConfigError if it cannot have the scaling.
     """
     path = find_checkpoint(path, deep=False)
     state = read_state(path)
@@ -318,22 +362,31 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
             path, f"was written by another version of this project ({error})"
         ) from None
 
+    scaling_prefix = ""
+    scaling_suffix = ""
+    if scaling is not None:
+        model = scaling.scaled(model, path)
+        scaling_prefix = f"{scaling.name}-"
+        scaling_suffix = f"-{scaling.name}"
+
     # Results of a run stay with it; a checkpoint elsewhere may be in a read-only directory.
     if path.parent.name == "checkpoints":
         directory = path.parent.parent
-        output = directory / "evaluation" / f"{path.name}{suffix}"
+        # A prefix, because pretrain.compare reads the last of the directories `step-*`.
+        output = directory / "evaluation" / f"{scaling_prefix}{path.name}{suffix}"
     else:
         directory = path
-        output = Path("evaluations") / f"{directory.resolve().name}{suffix}"
+        output = Path("evaluations") / f"{directory.resolve().name}{suffix}{scaling_suffix}"
     label = label or f"{directory.resolve().name}{suffix}"
     has_tokenizer = (path / TOKENIZER).is_dir()
     tokenizer = state["progress"].get("tokenizer")
     return ModelSource(
         path,
-        _model_info(model, label, has_tokenizer, tokenizer),
+        _model_info(model, f"{label}{scaling_suffix}", has_tokenizer, tokenizer),
         run={"settings": state["config"], "step": state["step"]},
         default_output=output,
         average=average,
+        scaling=scaling,
     )
 
 

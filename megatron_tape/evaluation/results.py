@@ -96,9 +96,12 @@ class ModelRecord:
     digest: str
     parameters: Whole
     trained_length: Whole | None
+    """Context length in tokens; `rope_scaling` has multiplied it."""
     config: dict[str, Any]
     run: dict[str, Any] | None = None
     """The `settings` and the `step` of a checkpoint; None for a model in transformers format."""
+    rope_scaling: str | None = None
+    """The scaling given by --rope-scaling, such as `yarn-x4`; `config` contains it, too."""
 
 
 @dataclass(frozen=True)

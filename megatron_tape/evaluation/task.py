@@ -88,7 +88,9 @@ class ModelInfo:
     """Name in results and pictures."""
     vocab_size: int
     trained_length: int | None
-    """Context length of the training in tokens; None if `config` does not contain it."""
+    """Context length of the training in tokens, multiplied by a scaling that the user has chosen;
+    None if `config` does not contain it.
+    """
     config: dict[str, Any]
     """The contents of `config.json`; for a checkpoint or a model in training, equivalent settings.
     """

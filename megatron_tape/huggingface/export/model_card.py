@@ -134,18 +134,29 @@ def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, 
         "plain": "rotary (RoPE)",
         "code": escape_markdown(f"{encoding.name}: {description.rstrip('.')}"),
     }
+    position = positions[str(encoding.exports_to)]
+    # Only some encodings can be scaled.
+    scaling_factor = getattr(model.position, "rope_scaling_factor", 1.0)
+    if scaling_factor != 1.0:
+        position += f", scaled by {scaling_factor:g} ({model.position.rope_scaling_type})"
+
+    context = f"{model.seq_length:,} tokens"
+    trained_length = saved.state["config"]["model"]["seq_length"]
+    if trained_length != model.seq_length:
+        context += f"; trained with {trained_length:,}, the scaling was chosen for the export"
+
     # Exports omit the rows that pad the embedding and, unless it is the same, the output layer.
     padded_matrices = 1 if model.tie_embeddings else 2
     omitted = padded_matrices * (model.vocab_size - vocab_size) * model.hidden_size
     return {
         "Parameters": f"{parameter_count(model) - omitted:,}",
-        "Positions": positions[str(encoding.exports_to)],
+        "Positions": position,
         "Layers": model.num_layers,
         **_layer_facts(model),
         "Hidden size": model.hidden_size,
         "MLP size": model.ffn_hidden_size,
         "Query heads, key/value heads": f"{model.num_attention_heads}, {model.query_groups}",
-        "Context": f"{model.seq_length:,} tokens",
+        "Context": context,
         "Vocabulary": f"{vocab_size:,} tokens",
         "Weights": dtype,
     }
