@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         "--output", type=Path, default=Path("docs/windows.svg"), help="the SVG to write"
     )
     output = parser.parse_args(argv).output
-    with atomic_output(output) as file:
+    with atomic_output(output, overwrite=True) as file:
         file.write(picture().encode())
 
 
