@@ -3,11 +3,13 @@
 import pytest
 import torch
 from comparing import assert_same, draw, draw_qkvz
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.contextual import add_contextual_positions
+from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.visibility import Visibility
 
@@ -99,6 +101,78 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(visibility, queries)
         for backend in ("tiled", "naive")
     )
     assert_same(ours, theirs, [*tensors, *learned, gates, weight])
+
+
+def test_blocks_of_rows_get_only_the_keys_that_they_may_see():
+    widths = []
+
+    def rows(scores, q, k, seen, tokens):
+        widths.append(k.shape[2])
+        return scores
+
+    q, k, v, _ = inputs()
+    options = {"backend": "tiled", "rescore": Rescore(rows), "visibility": WHOLE.with_window(5)}
+    attention(q, k, v, **options)
+    assert widths == [4, 8, 8, 8, 8, 5]
+
+
+@pytest.mark.parametrize("queries", [150, 40, 1])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scored", ["cope", "path"])
+@pytest.mark.parametrize("backend", ["naive", "tiled"])
+def test_a_window_hides_scores_of_whole_rows(monkeypatch, backend, scored, gated, packed, queries):
+    """The scores inside of the window are those without it: CoPE counts the keys from a key to the
+    query, and PaTH has their reflections.
+    """
+    length = 150
+    window = 40
+    monkeypatch.setattr(tiled, "QUERIES", 32)
+    q, k, v, _ = draw_qkvz(length, 4, 2, DIM, queries)
+    leaves = [q, k, v]
+    if scored == "path":
+        tensors = draw(length, 2, 2, DIM, seed=5), draw(length, 2, 2, seed=6)
+        rescore = through_reflections(
+            lambda w, beta: (normalize(w, dim=-1), 2 * beta.sigmoid()), tensors
+        )
+    else:
+        tensors = (draw(6, DIM, seed=5),)
+        rescore = Rescore(
+            lambda scores, q, k, seen, tokens, table: add_contextual_positions(
+                scores, q @ table.T, seen
+            ),
+            tensors,
+        )
+    options = {"rescore": rescore}
+    leaves += tensors
+    logits = draw(length, 2, 4, seed=7)
+    if gated:
+        options["log_gate_TBH"] = logsigmoid(logits)
+        leaves.append(logits)
+
+    documents = torch.arange(length) // torch.tensor([[70], [length]])
+    visibility = Visibility.of(documents) if packed else Visibility.of_whole(documents)
+    visibility = visibility.with_window(window)
+    ours, _ = attention(q, k, v, visibility=visibility, backend=backend, **options)
+
+    tokens = torch.arange(length)
+    distance = tokens[length - queries :, None] - tokens
+    seen = (distance >= 0).expand(2, 1, -1, -1)
+    if packed:
+        seen = seen & (documents[:, None, length - queries :, None] == documents[:, None, None])
+    by_head = q.permute(1, 2, 0, 3)
+    keys = k.permute(1, 2, 0, 3)
+    products = by_head @ keys.repeat_interleave(2, dim=1).mT / DIM**0.5
+    prepared = rescore.prepared(by_head, keys)
+    block = slice(length - queries, length)
+    scores = rescore.rows(products, by_head, keys, seen, block, *prepared)
+    if gated:
+        sums = logsigmoid(logits).cumsum(0).permute(1, 2, 0)
+        scores = scores + sums[..., block, None] - sums[..., None, :]
+    scores = scores.masked_fill(~seen | (distance >= window), float("-inf"))
+    values = v.permute(1, 2, 0, 3).repeat_interleave(2, dim=1)
+    theirs = (scores.softmax(-1) @ values).permute(2, 0, 1, 3)
+    assert_same(ours, theirs, leaves)
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
