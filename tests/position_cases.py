@@ -6,7 +6,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from configurations import make_alone, nested
-from models import build, random_tokens, small_model
+from models import WINDOWS, build, random_tokens, small_model
 from plans import saved_bytes
 from toy_encodings import TOYS, registered
 from training_cases import option, run, tp, zero
@@ -19,9 +19,10 @@ BUILT_IN = {
     name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")
 }
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
+BUILT_IN["tape_window"] = WINDOWS["tape_scaled_full_layers"]
 """Most have both sharded and replicated parameters. Positions of repo are sent to other processes;
 those of randpe must be the same on all processes and in all micro-batches."""
-RESUMED = (*TOYS, "path", "increments")
+RESUMED = (*TOYS, "path", "increments", "tape_window")
 OF_ONE_HEAD = {"num_attention_heads": 1, "num_query_groups": 1}
 """Parameters with one element per head or group then have one element."""
 UNDER_ZERO_3 = {name: {"position_encoding": name, **OF_ONE_HEAD} for name in ENCODINGS}

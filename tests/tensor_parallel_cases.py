@@ -7,7 +7,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
-from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
+from models import (
+    SMALL,
+    WINDOWS,
+    build,
+    load_whole,
+    random_tokens,
+    small_model,
+    whole_weights,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tape.config.schema import ExtensionConfig
@@ -41,6 +49,10 @@ VARIANTS = {
     "rope_learned_increments": {"position_encoding": "rope", "increments": "learned"},
     "tape_signed_some_layers": {"increments": "signed", "layers_without_positions": 2},
     "tape_learned_increments_unit": {"increments": "learned", "state_norm": "unit"},
+    **{
+        name: WINDOWS[name]
+        for name in ("tape_window", "swan", "rope_scaled_full_layers", "tape_scaled_full_layers")
+    },
 }
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
 COUNTED |= {
@@ -78,6 +90,8 @@ OF_FOUR = (
     "fire",
     "path_fox",
     "repo",
+    "rope_scaled_full_layers",
+    "tape_scaled_full_layers",
 )
 
 
@@ -283,6 +297,15 @@ def cases():
     found["tape_shifted"] = Case(
         recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS}
     )
+    for name in ("swan", "tape_scaled_full_layers"):
+        found[f"{name}_packed"] = Case(
+            VARIANTS[name], recompute="selective", inputs={"documents": DOCUMENTS}
+        )
+    found["tape_window_shifted"] = Case(
+        {"sliding_window": 3, "full_attention_every": 2},
+        shifted_sparse=True,
+        inputs={"documents": DOCUMENTS},
+    )
     found["tape_weighted"] = Case(fused_loss=True, by_token=True, inputs={"loss_weights": weights})
     return found
 
@@ -367,6 +390,7 @@ def of_four_processes():
     """Run the cases of four processes within the group of training_cases."""
     found = {name: Case(VARIANTS[name], by_token=name == "tape") for name in OF_FOUR}
     found["tape_packed_recompute"] = Case(recompute="selective", inputs={"documents": DOCUMENTS})
+    found["swan_packed"] = Case(VARIANTS["swan"], recompute="full", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
     found["tape_shifted"] = Case(shifted_sparse=True)
     return every_layout(
