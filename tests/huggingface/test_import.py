@@ -56,6 +56,7 @@ LONG = dict(
     short_factor=[1.0] * 4,
     long_factor=[2.0] * 4,
 )
+WIDE = {"use_sliding_window": True, "sliding_window": 16}
 NO_LIST = {"no_rope_layers": None, "layer_types": None}
 FAMILY = {
     "llama1": dict(num_key_value_heads=4),
@@ -79,6 +80,31 @@ FAMILY = {
     "phi3": dict(pad_token_id=0, rms_norm_eps=1e-6),
     "phi3_partial": dict(pad_token_id=0, rope_parameters=PARTIAL, tie_word_embeddings=True),
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
+# transformers writes layer_types into config.json, except for Mistral and Phi-3.
+WINDOWED = {
+    "mistral_window": dict(sliding_window=7),
+    "mistral_long": dict(sliding_window=99),
+    "qwen2_window": dict(use_sliding_window=True, sliding_window=7, max_window_layers=0),
+    "qwen3_window": dict(
+        use_sliding_window=True, sliding_window=7, layer_types=[SLIDING, FULL, SLIDING], head_dim=8
+    ),
+    "smollm3_window": dict(
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=[SLIDING, SLIDING, FULL],
+        no_rope_layers=[1, 1, 0],
+        pad_token_id=0,
+    ),
+    "smollm3_rope": dict(
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=[SLIDING, FULL, SLIDING],
+        no_rope_layers=[1, 1, 1],
+        pad_token_id=0,
+    ),
+    "phi3_window": dict(sliding_window=7, pad_token_id=0),
+}
 IDS = torch.randint(
     90,
     (2, 60),
@@ -89,7 +115,7 @@ IDS = torch.randint(
 @functools.cache
 def made_source(kind, dtype, vocab_size, max_shard_size):
     family = "llama" if kind.startswith("llama") else kind.split("_")[0]
-    settings = SIZES | FAMILY[kind] | {"vocab_size": vocab_size}
+    settings = SIZES | (FAMILY | WINDOWED)[kind] | {"vocab_size": vocab_size}
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     with torch.no_grad():
@@ -180,6 +206,26 @@ def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind
             "mistral_of_width_34": "mistral",
         }
         assert architecture == others.get(kind, "llama")
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope"])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_an_imported_model_keeps_its_window(tmp_path, kind, encoding):
+    expected = write_source(tmp_path / "source", kind)
+    import_model(tmp_path / "source", tmp_path / "imported", encoding)
+    model = open_weights(tmp_path / "imported").model
+    assert model.sliding_window == WINDOWED[kind]["sliding_window"]
+    torch.testing.assert_close(
+        training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=1e-5
+    )
+
+    if encoding == "rope":
+        export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
+        found = loaded_logits(tmp_path / "exported")
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        exported = json.loads((tmp_path / "exported" / "config.json").read_text())
+        # Phi-3 is a Mistral with fused weights.
+        assert exported["model_type"] == kind.split("_")[0].replace("phi3", "mistral")
 
 
 def test_sharded_bf16_weights_and_older_settings_can_be_imported(tmp_path):
@@ -299,10 +345,20 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama1", {"attention_bias": True}, "attention_bias"),
         ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ("mistral", {"sliding_window": 63}, "sliding_window"),
-        ("mistral", {"sliding_window": "63"}, "wrong type"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("mistral", {"sliding_window": "63"}, "model.sliding_window"),
+        ("mistral", {"sliding_window": 0}, "model.sliding_window"),
+        ("mistral", {"layer_types": [SLIDING] * 3}, "no size of a window"),
+        ("qwen2", NO_LIST | WIDE | {"max_window_layers": 1}, "max_window_layers.*every n-th"),
+        ("qwen3", {"layer_types": [SLIDING, FULL]}, "layer_types"),
+        ("qwen3", {"layer_types": [SLIDING] * 3}, "no size of a window"),
+        ("qwen3", WIDE | {"layer_types": [SLIDING, "chunked_attention", SLIDING]}, "layer_types"),
+        # As in CWM, and as in OLMo 3, whose last layer always attends to all tokens.
+        ("qwen3", WIDE | {"layer_types": [FULL, SLIDING, SLIDING]}, "layer_types.*every n-th"),
+        ("qwen3", WIDE | {"layer_types": [SLIDING, FULL, FULL]}, "layer_types.*every n-th"),
+        ("llama1", {"model_type": "cwm"}, "model_type.*layers 1, 5, 9"),
+        # By default, SmolLM3 has the window in the layers without RoPE.
+        ("smollm3", WIDE | {"layer_types": None}, "layer_types.*every n-th"),
+        ("smollm3", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, "no size of a window"),
         ("llama1", {"num_attention_heads": "four"}, "num_attention_heads"),
         ("llama1", {"head_dim": 8.0}, "model.kv_channels"),
         ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
@@ -328,7 +384,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
             },
             "rope_theta",
         ),
-        ("phi3", {"sliding_window": 63}, "sliding_window"),
+        ("phi3", {"sliding_window": 63, "layer_types": [SLIDING, FULL, SLIDING]}, "layer_types"),
         ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type"),
         ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}}, "partial_rotary"),
         ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}}, "partial_rotary"),
@@ -366,9 +422,16 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, named)
             },
         ),
         # A sliding window that holds the whole context.
-        ("mistral", {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"sliding_window": 4096, "layer_types": [SLIDING] * 3}),
+        # transformers reads this as a Ministral.
+        ("mistral", {"sliding_window": 16, "layer_types": [SLIDING, FULL, SLIDING]}),
+        ("mistral", {"sliding_window": 16, "layer_types": [FULL] * 3}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+        ("qwen2", WIDE | {"max_window_layers": 1}),
+        ("qwen2", NO_LIST | WIDE),
+        ("qwen3", NO_LIST | WIDE | {"max_window_layers": 0}),
+        ("smollm3", WIDE),
+        ("smollm3", NO_LIST | WIDE | {"no_rope_layer_interval": 5}),
     ],
 )
 def test_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
@@ -383,6 +446,9 @@ def test_defaults_equal_those_of_transformers():
     for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "tape"):
         config = TapeConfig() if name == "tape" else AutoConfig.for_model(name)
         for key, value in config_json.DEFAULTS[name].items():
+            if key == "sliding_window" and name != "mistral":
+                # Without this flag, the window of Qwen's models is null.
+                config = AutoConfig.for_model(name, use_sliding_window=True)
             assert getattr(config, key) == value, (name, key)
         assert (config.initializer_range, config.tie_word_embeddings) == (0.02, False)
         assert config.rope_parameters["rope_theta"] == 10000.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversions import change_config
 from environments import run_in
-from exported_models import NAMES, OWN_CLASSES
+from exported_models import NAMES, OWN_CLASSES, PLAIN_ROPE, make
 from models import random_tokens
 from test_ecosystem import LIGHT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,6 +61,15 @@ for name in ("with_tokenizer", "plain_with_tokenizer"):
 sys.argv = sys.argv[sys.argv.index("--") + 1 :]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# Sequences of the script are four times as long as those of the training.
+WINDOW = {"sliding_window": 3, "seq_length": 4}
+WINDOWED = {
+    "plain_mistral": WINDOW,
+    "plain_qwen2": WINDOW | {"full_attention_every": 2, "qkv_bias": True},
+    "plain_qwen3": WINDOW | {"full_attention_every": 2, "qk_norm": True},
+    "plain_smollm3": WINDOW | {"full_attention_every": 2},
+    "plain_swan": WINDOW | {"full_attention_every": 2, "layers_without_positions": 2},
+}
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
 
 
@@ -86,6 +95,9 @@ def ran(exported, exports, streamable, source_text, tmp_path_factory):
 
     for made in map(exported, (*NAMES, OWN_CLASSES)):
         give(made.directory.name, made.directory, made.built)
+    for name, changes in WINDOWED.items():
+        made = make(folder, PLAIN_ROPE, label=name, **changes)
+        give(name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
         made = exports[kind]
         yarn = folder / f"{prefix}yarn"

@@ -16,7 +16,7 @@ from models import YARN, small_model
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
-# The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama with YaRN.
+# The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; a Llama with YaRN; windows.
 DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6)
 DEMO |= dict(num_query_groups=6, seq_length=256)
 SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9)
@@ -29,6 +29,8 @@ MODELS = {
     "smollm2": (OWN_CLASSES, SMOLLM2 | dict(mlp_size=36)),
     "other_settings": (OWN_CLASSES, OTHER | SCALED),
     "rope": (PLAIN_ROPE, DEMO | SCALED | dict(rope_attention_factor=1.3)),
+    "mistral": (PLAIN_ROPE, DEMO | SCALED | dict(sliding_window=20)),
+    "qwen3": (PLAIN_ROPE, DEMO | dict(sliding_window=20, qk_norm=True)),
 }
 
 REFUSED = """
@@ -179,8 +181,15 @@ def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, t
     (alone,) = (found for what, found in rows.items() if what.startswith("one request"))
     served_by = {name: found["module"] for name, found in alone.items()}
     ours = "transformers_tape.vllm_model"
-    vllms = "vllm.model_executor.models.llama"
-    assert served_by == {"demo": ours, "smollm2": ours, "other_settings": ours, "rope": vllms}
+    vllms = "vllm.model_executor.models"
+    assert served_by == {
+        "demo": ours,
+        "smollm2": ours,
+        "other_settings": ours,
+        "rope": f"{vllms}.llama",
+        "mistral": f"{vllms}.mistral",
+        "qwen3": f"{vllms}.qwen3",
+    }
 
 
 @pytest.mark.slow

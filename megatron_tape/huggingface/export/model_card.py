@@ -109,6 +109,9 @@ def write_card(
         notes=_score_notes(options.results),
         remote_code_argument=_remote_code_argument(saved),
         tokenizer_class=tokenizer_class,
+        needs_transformers_in_vllm=(
+            model_type in ("qwen2", "qwen3") and saved.model.full_attention_every is not None
+        ),
         omitted_rows=saved.model.vocab_size - vocab_size,
         # The card warns that a model pretrained on plain text follows no instructions.
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,

@@ -308,8 +308,9 @@ def _window_settings(model: ModelConfig, model_type: str) -> dict:
         "layer_types": layer_types(model),
     }
     if model_type != "smollm3":
-        # In Qwen's models, this many layers at the beginning attend to all tokens, unless
-        # `layer_types` says otherwise.
+        # In Qwen's models without `layer_types`, this many layers at the beginning attend to all
+        # tokens. vLLM ignores `layer_types`, but refuses different types, unless this is the number
+        # of all layers.
         settings["max_window_layers"] = 0
     return settings
 
