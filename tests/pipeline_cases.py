@@ -8,7 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from configurations import nested
 from extension_cases import WITH_LORA, extended, pretrained
+from models import WINDOWS
 from training_cases import evaluated, generated, option, packed, whole_state, without_speed
 from training_cases import run as train
 
@@ -22,6 +24,14 @@ FOUR_LAYERS = [
 ]
 SEVERAL = option("checkpoint.interval", 1), option("checkpoint.keep", 99)
 STEPS = 3
+
+
+def windows(name):
+    """Return the options of a model of `models.WINDOWS`, without its number of layers."""
+    settings = {key: value for key, value in WINDOWS[name].items() if key != "num_layers"}
+    own = nested(settings.get("position_encoding", "tape"), **settings)
+    of_encoding = {f"position.{key}": value for key, value in own.pop("position").items()}
+    return [option(f"model.{key}", value) for key, value in (own | of_encoding).items()]
 
 
 def cases(data):
@@ -43,6 +53,9 @@ def cases(data):
         # The first steps have one micro-batch per stage.
         "ramp": [option("train.batch_ramp", "{from: 2, over_samples: 8}")],
         "muon": [option("optimizer.kind", "muon")],
+        "swan": [*windows("swan"), *packed(data)],
+        "rope_window": windows("rope_scaled_full_layers"),
+        "tape_window": windows("tape_scaled_full_layers"),
     }
 
 
@@ -65,7 +78,17 @@ LAYOUTS = {
         ],
     },
 }
-COMPARED = ("tape", "rope_signed", "learned", "tied", "packed", "full")
+COMPARED = (
+    "tape",
+    "rope_signed",
+    "learned",
+    "tied",
+    "packed",
+    "full",
+    "swan",
+    "rope_window",
+    "tape_window",
+)
 """Cases whose gradients are compared."""
 
 
@@ -78,8 +101,9 @@ def run_under(layout):
     return {
         "alone": every,
         "pp2": tuple(case for case in every if case != "tape"),
-        "pp2_v2": ("packed", "ramp"),
-        "pp2_v2_tp2": ("tape", "rope_signed", "tied"),
+        "pp2_v2": ("packed", "ramp", "swan", "tape_window"),
+        "pp2_cp2": ("tape", "tied", "tape_window"),
+        "pp2_v2_tp2": ("tape", "rope_signed", "tied", "rope_window"),
     }.get(layout, ("tape", "tied"))
 
 
