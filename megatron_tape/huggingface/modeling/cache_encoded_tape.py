@@ -232,9 +232,12 @@ def use_encoded_layers(cache: Cache | None, windows: list[int | None]) -> None:
     # A DynamicCache may create its layers only when they are first updated.
     cache.layers.extend(DynamicLayer() for _ in windows[len(cache.layers) :])
     for i, window in enumerate(windows):
-        if isinstance(cache.layers[i], EncodedLayer):
+        replaced = cache.layers[i]
+        if isinstance(replaced, EncodedLayer):
             continue
         if window is None:
             cache.layers[i] = EncodedLayer()
         else:
             cache.layers[i] = WindowLayer(window)
+            # Assisted generation may have called `activate_past_recording` of an empty cache.
+            cache.layers[i].record_past = getattr(replaced, "record_past", False)

@@ -49,23 +49,23 @@ class EncodedConfig(DecoderConfig):
         self.layers_without_positions = layers_without_positions
         self.attention_output_gate = attention_output_gate
         self.sliding_window = sliding_window
-        self.layer_types = layer_types
         self.temperature_scale = temperature_scale
         self.temperature_floor_scale = temperature_floor_scale
         super().__init__(**kwargs)
 
         if layer_types is None:
             layer_type = FULL if sliding_window is None else SLIDING
-            self.layer_types = [layer_type] * self.num_hidden_layers
-        if len(self.layer_types) != self.num_hidden_layers:
+            layer_types = [layer_type] * self.num_hidden_layers
+        if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries, but there are"
+                f"layer_types has {len(layer_types)} entries, but there are"
                 f" {self.num_hidden_layers} layers"
             )
-        if unknown := set(self.layer_types) - {SLIDING, FULL}:
+        if unknown := set(layer_types) - {SLIDING, FULL}:
             raise ValueError(f"layer_types has {min(unknown)!r}; choose {SLIDING} or {FULL}")
-        if SLIDING in self.layer_types and not sliding_window:
+        if SLIDING in layer_types and not sliding_window:
             raise ValueError(f"layer_types has {SLIDING}, but sliding_window is {sliding_window}")
+        self.layer_types = layer_types
 
     def window_of(self, layer: int) -> int | None:
         """Return the size of the window of layer `layer` (from 0), or None if it attends to all

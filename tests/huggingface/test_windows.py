@@ -1,0 +1,292 @@
+"""Exported models with sliding windows: equal to the trained models, with caches that keep only
+what later tokens attend to.
+"""
+
+import copy
+
+import pytest
+import torch
+from exported_models import NAMES, make
+from models import WINDOWS, random_tokens
+from test_exported_models import GREEDY, in_parts
+from torch.testing import assert_close
+from toy_encodings import registered
+from transformers import DynamicCache
+
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+# Sums of many gates are rounded differently.
+CLOSE_GATES = dict(atol=2e-5, rtol=1e-4)
+SOME = {"sliding_window": 5, "full_attention_every": 2}
+# By label: the encoding or a variant of exported_models, and other settings.
+CASES = {name: (name, SOME) for name in NAMES}
+for label, settings in WINDOWS.items():
+    other = {key: value for key, value in settings.items() if key != "position_encoding"}
+    CASES[label] = (settings.get("position_encoding", "tape"), other)
+for encoding in ("rope", "tape", "fox", "t5", "path", "tape_learned"):
+    CASES[f"{encoding}_one"] = (encoding, {"sliding_window": 1, "full_attention_every": 3})
+    CASES[f"{encoding}_all"] = (encoding, {"sliding_window": 5})
+KEEPS_ALL = ("cope", "path", "path_fox", "path_one", "path_all")
+"""Encodings that rescore need the keys of all tokens."""
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Return the export of a case, made once. The models were trained on 16 tokens."""
+    made = {}
+
+    def of(label):
+        if label not in made:
+            name, settings = CASES[label]
+            folder = tmp_path_factory.mktemp("windows")
+            made[label] = make(folder, name, label=label, **settings)
+        return made[label]
+
+    with registered():
+        yield of
+
+
+def close(label):
+    """Return the tolerances of a case."""
+    return CLOSE_GATES if "fox" in label else CLOSE
+
+
+def longest(label):
+    """Return the number of tokens that generation with a cache supports, up to four times the
+    trained length.
+    """
+    return 16 if label == "randpe" else 64
+
+
+def window_layers(made, cache):
+    """Return the layers of a cache that belong to layers with a window."""
+    return [layer for i, layer in enumerate(cache.layers) if made.model.window_of(i) is not None]
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_logits_and_gradients_equal_the_training_model(windowed, label):
+    made = windowed(label)
+    ids = random_tokens(2, 64)
+    expected = made.built(ids)
+    for implementation in ("eager", "sdpa"):
+        made.loaded.set_attn_implementation(implementation)
+        assert_close(made.loaded(ids, use_cache=False).logits, expected, **close(label))
+        # Some attention functions are only used without gradients.
+        with torch.no_grad():
+            assert_close(made.loaded(ids, use_cache=False).logits, expected, **close(label))
+
+    made.loaded(ids, labels=ids, use_cache=False).loss.backward()
+    labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+    weights = torch.ones(ids.shape)
+    weights[:, -1] = 0
+    made.built(ids, labels, weights / weights.sum()).backward()
+    for found, expected in (
+        (made.loaded.model.embed_tokens.weight, made.built.embedding.weight),
+        *(
+            (made.loaded.get_parameter(f"model.{key}.weight"), parameter)
+            for key, parameter in made.built.named_parameters()
+            if ".position." in key
+        ),
+    ):
+        assert (found.grad - expected.grad).norm() <= 2e-4 * expected.grad.norm() + 1e-8
+    for model in (made.built, made.loaded):
+        model.zero_grad()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", CASES)
+def test_a_cache_changes_nothing_and_keeps_only_the_window(windowed, label):
+    made = windowed(label)
+    model = made.loaded
+    length = longest(label)
+    ids = random_tokens(2, length)
+    whole = made.built(ids)
+    W = made.model.sliding_window
+    for sizes in ([1] * length, [7, 1, 1, 3, length - 12], [2] * (length // 2), [length - 1, 1]):
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            logits, cache = in_parts(model, ids, sizes, DynamicCache(config=model.config))
+            assert_close(logits, whole, **close(label))
+            assert cache.get_seq_length() == length
+            for layer in window_layers(made, cache):
+                kept = length if label in KEEPS_ALL else W - 1
+                assert layer.get_seq_length() == length
+                assert layer.keys.shape[2] == layer.values.shape[2] == kept
+                assert layer.get_mask_sizes(3) == (kept + 3, length - kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", CASES)
+def test_left_padding_changes_nothing(windowed, label):
+    """Also the temperature counts no padding."""
+    made = windowed(label)
+    model = made.loaded
+    length = longest(label) - 6
+    ids = random_tokens(2, length)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    padded = model(ids, attention_mask=mask).logits
+    assert_close(padded[0, 7:], made.built(ids[:1, 7:])[0], **close(label))
+    assert_close(padded[1], made.built(ids[1:])[0], **close(label))
+
+    options = dict(attention_mask=mask, **GREEDY)
+    found = model.generate(ids, **options)[:, -6:]
+    assert torch.equal(model.generate(ids, use_cache=False, **options)[:, -6:], found)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options)[:, -6:], found)
+    for row, start in enumerate((7, 0)):
+        prompt = ids[row : row + 1, start:]
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+        assert torch.equal(found[row], alone[0, -6:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", CASES)
+def test_packs_and_masks(windowed, label):
+    made = windowed(label)
+    model = made.loaded
+    ids = random_tokens()
+    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16])
+    restarting = torch.stack([torch.cat([torch.arange(7), torch.arange(9)]), torch.arange(16)])
+    packed = made.built(ids, documents=documents)
+    found = model(ids, position_ids=restarting, use_cache=False).logits
+    assert_close(found, packed, **close(label))
+    seen = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    found = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False).logits
+    assert_close(found, packed, **close(label))
+    # With a cache, a mask has columns for all tokens, also for those that were dropped.
+    cache = DynamicCache()
+    logits = [
+        model(
+            ids[:, part],
+            attention_mask=seen[:, :, part, : part.stop],
+            position_ids=restarting[:, part],
+            past_key_values=cache,
+        ).logits
+        for part in (slice(0, 11), slice(11, 12), slice(12, 16))
+    ]
+    assert_close(torch.cat(logits, 1), packed, **close(label))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "tape", "tape_one", "tape_learned_all", "t5", "swan"])
+def test_a_cache_can_be_copied_reordered_selected_repeated_and_emptied(windowed, label):
+    made = windowed(label)
+    model = made.loaded
+    ids = random_tokens(2, 24)
+    whole = made.built(ids)
+    _, cache = in_parts(model, ids[:, :12], [9, 1, 2])
+    copied = copy.deepcopy(cache)
+    shallow = copy.copy(cache)
+    shallow.layers = [copy.copy(layer) for layer in cache.layers]
+    in_parts(model, ids[:, :2], [1, 1], shallow)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found, _ = in_parts(model, ids.flip(0)[:, 12:], [1, 1, 10], cache)
+    assert_close(found, whole.flip(0)[:, 12:], **close(label))
+    found, _ = in_parts(model, ids[:, 12:], [1, 11], copied)
+    assert_close(found, whole[:, 12:], **close(label))
+
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    _, cache = in_parts(model, ids[:, :12], [11, 1], cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)
+    found, _ = in_parts(model, ids[[1, 1], 12:], [1, 11], cache)
+    assert_close(found, whole[[1, 1], 12:], **close(label))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "rope", "tape", "tape_one", "tape_learned", "rope_all"])
+def test_tokens_can_be_removed_while_those_before_them_are_kept(windowed, label):
+    made = windowed(label)
+    model = made.loaded
+    W = made.model.sliding_window
+    ids = random_tokens(2, 24)
+    whole = made.built(ids)
+    wrong = random_tokens(2, 6, seed=9)
+
+    if W > 1:
+        # No token was dropped yet.
+        _, cache = in_parts(model, torch.cat([ids[:, :1], wrong[:, :2]], 1), [3])
+        cache.crop(-2)
+        found, _ = in_parts(model, ids[:, 1:], [1, 22], cache)
+        assert_close(found, whole[:, 1:], **close(label))
+
+    _, cache = in_parts(model, ids[:, :12], [12])
+    if W > 1:
+        with pytest.raises(RuntimeError, match="1 tokens cannot be removed.*start with an empty"):
+            cache.crop(-1)
+        _, cache = in_parts(model, ids[:, :12], [12])
+
+    cache.activate_past_recording()
+    in_parts(model, wrong, [1, 5], cache)
+    cache.crop(-6)
+    for layer in window_layers(made, cache):
+        assert layer.keys.shape[2] == W - 1
+    found, _ = in_parts(model, ids[:, 12:], [5, 1, 6], cache)
+    assert_close(found, whole[:, 12:], **close(label))
+    cache.crop(0)
+    for layer in window_layers(made, cache):
+        assert layer.keys.shape[2] == W - 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "tape", "tape_one", "tape_all", "path", "swan"])
+def test_beam_search_and_assisted_generation_equal_generation_without_a_cache(windowed, label):
+    model = windowed(label).loaded
+    ids = random_tokens(1, 20)
+    options = dict(attention_mask=torch.ones_like(ids), **(GREEDY | {"max_new_tokens": 12}))
+    greedy = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
+    draft = copy.deepcopy(model)
+    torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)
+    draft.generation_config.num_assistant_tokens = 3
+    assert torch.equal(model.generate(ids, assistant_model=draft, **options), greedy)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, num_beams=3, **options), beams)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["rope", "tape", "tape_all", "fox"])
+def test_the_memory_of_a_window_does_not_grow(windowed, label):
+    """Counted as storage, since a view keeps the memory of the whole tensor."""
+    made = windowed(label)
+    W = made.model.sliding_window
+    ids = random_tokens(2, 300)
+    cache = DynamicCache(config=made.loaded.config)
+    for part in ids.split([200] + [1] * 100, 1):
+        made.loaded(part, past_key_values=cache)
+        for layer in window_layers(made, cache):
+            for tensor in (layer.keys, layer.values):
+                per_token = tensor[:, :, :1].numel() * tensor.element_size()
+                room = max(32, W // 8)
+                assert tensor.untyped_storage().nbytes() <= (W + room) * per_token
+
+
+@torch.no_grad()
+def test_a_window_of_all_tokens_gives_the_bits_of_no_window(windowed):
+    for label in ("rope", "tape", "fox"):
+        model = copy.deepcopy(windowed(label).loaded)
+        ids = random_tokens(2, 20)
+        found = {}
+        for window in (None, 20, 19):
+            for layer in model.model.layers:
+                layer.self_attn.window = window
+            found[window] = model(ids, use_cache=False).logits
+        assert torch.equal(found[20], found[None])
+        assert not torch.equal(found[19], found[None])
+
+
+def test_configurations_are_checked(windowed):
+    config = windowed("swan").loaded.config
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert config.sliding_window == 3
+    assert [config.window_of(i) for i in range(4)] == [3, None, 3, None]
+    assert [config.has_positions(i) for i in range(4)] == [True, False, True, False]
+    kind = type(config)
+    sizes = {"num_hidden_layers": 2}
+    assert kind(**sizes).layer_types == ["full_attention"] * 2
+    assert kind(sliding_window=4, **sizes).layer_types == ["sliding_attention"] * 2
+    for types in (["sliding_attention"], ["sliding_attention", "chunked_attention"]):
+        with pytest.raises(ValueError, match="layer_types"):
+            kind(sliding_window=4, layer_types=types, **sizes)
+    with pytest.raises(ValueError, match="sliding_window is None"):
+        kind(layer_types=["sliding_attention"] * 2, **sizes)
