@@ -214,6 +214,11 @@ def test_tokens_can_be_removed_while_those_before_them_are_kept(windowed, label)
     if W > 1:
         with pytest.raises(RuntimeError, match="1 tokens cannot be removed.*start with an empty"):
             cache.crop(-1)
+        if label == "fox":
+            # The first layer has a window, so this layer was not cropped.
+            cache.layers[1].crop(-1)
+            with pytest.raises(RuntimeError, match="different numbers of tokens, 11 to 12"):
+                model(ids[:, :1], past_key_values=cache)
         _, cache = in_parts(model, ids[:, :12], [12])
 
     cache.activate_past_recording()
@@ -290,3 +295,33 @@ def test_configurations_are_checked(windowed):
             kind(sliding_window=4, layer_types=types, **sizes)
     with pytest.raises(ValueError, match="sliding_window is None"):
         kind(layer_types=["sliding_attention"] * 2, **sizes)
+
+
+def test_training_with_padding_and_gradient_checkpointing_equals_training_without(windowed):
+    """In a window, queries at padding on the right attend to no token."""
+    for label in ("swan", "tape_local_theta", "fox_all"):
+        model = copy.deepcopy(windowed(label).loaded).train()
+        ids = random_tokens(2, 30)
+        mask = torch.ones_like(ids)
+        mask[0, 12:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        gradients = []
+        for inputs in ({"attention_mask": mask, "labels": labels}, {"labels": labels}):
+            for checkpointing in (False, True):
+                if checkpointing:
+                    model.gradient_checkpointing_enable()
+                else:
+                    model.gradient_checkpointing_disable()
+                model(ids, use_cache=False, **inputs).loss.backward()
+                gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+                model.zero_grad()
+        for found in gradients[1:]:
+            assert (found - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_attention_of_servers_is_refused(windowed):
+    model = windowed("swan").loaded
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "vllm"
+    with pytest.raises(NotImplementedError, match="serve a model of the type tape with vLLM"):
+        type(model.model)(config)

@@ -68,7 +68,9 @@ def attend_in_window(
         stop = min(start + queries_per_block, S)
         # The block's queries and keys, as indices among the T tokens.
         tokens = slice(T - S + start, T - S + stop)
-        keys = slice(0 if with_weights else first_in_window(tokens, window), tokens.stop)
+        keys = slice(0, tokens.stop)
+        if not with_weights:
+            keys = slice(first_in_window(tokens, window), tokens.stop)
         mask = attended_keys(attention_mask, S, T, tokens, keys, window, query.device)
         averages, weights = attend(
             module, query[:, :, start:stop], key[:, :, keys], value[:, :, keys], mask, **kwargs
@@ -195,8 +197,10 @@ def attend_with_scores(
             )
 
         if bias is not None:
-            # The bias for the block's queries and their keys, as indices among all tokens.
-            scores = scores + bias.of(*(_shifted(x, earlier_tokens) for x in (tokens, keys)))
+            # The bias takes indices among all tokens.
+            rows = slice(tokens.start + earlier_tokens, tokens.stop + earlier_tokens)
+            columns = slice(keys.start + earlier_tokens, keys.stop + earlier_tokens)
+            scores = scores + bias.of(rows, columns)
         if sums_BHT is not None:
             # The scores get the sum of the log gates after key j up to query i. Sums relative to
             # the block's first query are small for keys near it, so that float32 keeps their
@@ -239,8 +243,3 @@ def attend_with_scores(
     if weights is not None:
         weights = weights.to(value.dtype)
     return averages.transpose(1, 2), weights
-
-
-def _shifted(tokens: slice, earlier_tokens: int) -> slice:
-    """Return a slice of tokens as indices that also count the earlier tokens."""
-    return slice(tokens.start + earlier_tokens, tokens.stop + earlier_tokens)

@@ -158,8 +158,9 @@ class WindowLayer(EncodedLayer):
             raise RuntimeError(
                 f"{self.num_seen - length} tokens cannot be removed from this cache, since layers"
                 f" with a window of {self.sliding_window} tokens have dropped the tokens before"
-                " them; call activate_past_recording of the cache before adding tokens to remove,"
-                " or start with an empty cache"
+                " them; start with an empty cache, or call its activate_past_recording before"
+                " adding tokens that may be removed, which assisted generation does in recent"
+                " versions of transformers"
             )
         self.keys = self.keys[:, :, start:end]
         self.values = self.values[:, :, start:end]
@@ -225,7 +226,7 @@ def use_encoded_layers(cache: Cache | None, windows: list[int | None]) -> None:
 
     `windows` has an entry for each of these layers: the size of the window of a layer that keeps
     only the tokens in it, or None for a layer that keeps all tokens. `check_cache` must have
-    accepted the cache.
+    accepted the cache. Raises RuntimeError if the layers have different numbers of tokens.
     """
     if cache is None:
         return
@@ -241,3 +242,11 @@ def use_encoded_layers(cache: Cache | None, windows: list[int | None]) -> None:
             cache.layers[i] = WindowLayer(window)
             # Assisted generation may have called `activate_past_recording` of an empty cache.
             cache.layers[i].record_past = getattr(replaced, "record_past", False)
+
+    # For example if `crop` has raised an error after it had cropped some layers.
+    lengths = {layer.get_seq_length() for layer in cache.layers[: len(windows)]}
+    if len(lengths) > 1:
+        raise RuntimeError(
+            f"the layers of this cache have different numbers of tokens, {min(lengths)} to"
+            f" {max(lengths)}, since an earlier call has failed; start with an empty cache"
+        )
