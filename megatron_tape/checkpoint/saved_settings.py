@@ -138,7 +138,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
 
     if changed:
         values = "; ".join(
-            _change_sentence(f"extension.{key}", saved[key], current[key]) for key in changed
+            change_sentence(f"extension.{key}", saved[key], current[key]) for key in changed
         )
         raise ConfigError(
             ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
@@ -155,7 +155,7 @@ def _unordered(value: Any) -> Any:
     return value
 
 
-def _change_sentence(key: str, was: Any, now: Any) -> str:
+def change_sentence(key: str, was: Any, now: Any) -> str:
     """Return `key: was X, is now Y`."""
     return f"{key}: was {format_value(was)}, is now {format_value(now)}"
 
@@ -196,7 +196,7 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     for key, was, now in changed_values(saved, _as_json(config)):
         changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
         if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):
-            sentences.append(_change_sentence(key, was, now))
+            sentences.append(change_sentence(key, was, now))
     return sentences
 
 

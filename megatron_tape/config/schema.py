@@ -186,6 +186,16 @@ class ModelConfig:
         return min(Fraction(pairs, S), half)
 
     @property
+    def rotated_length(self) -> int:
+        """Number of tokens over which positions differ within attention: the longest window, or
+        the whole sequence, of the layers with positions. 0 without such layers.
+        """
+        lengths = [0]
+        for layer in filter(self.has_positions, range(self.num_layers)):
+            lengths.append(min(self.window_of(layer) or self.seq_length, self.seq_length))
+        return max(lengths)
+
+    @property
     def needs_window(self) -> bool:
         """Whether a window hides tokens in sequences of the trained length."""
         return self.sliding_window is not None and self.sliding_window < self.seq_length
@@ -393,7 +403,8 @@ class ExtensionConfig:
     context_factor: Annotated[float, Field(ge=1)] | None = None
     """New context length divided by the model's own. It sets model.seq_length, and multiplies the
     model's rope_scaling_factor; the type of the scaling and its other settings stay. A model
-    without scaling gets rope_scaling_type, linear by default. Default: model.seq_length and
+    without scaling gets rope_scaling_type, linear by default. If all layers with positions have a
+    sliding window, the factor stays, too. Default: model.seq_length and
     model.position are used as given. In the settings of a started run this is null, since the
     resulting values are stored."""
     allow_shorter_context: bool = False
@@ -411,8 +422,8 @@ class ExtensionConfig:
     attention: Literal["full", "shifted_sparse"] = "full"
     """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is
     LongLoRA's pattern: tokens attend causally within segments of a quarter of the sequence. For
-    half of the heads, segments are shifted by half their length. With model.attention_backend
-    torch, it is slower than full attention."""
+    half of the heads, segments are shifted by half their length. A sliding window applies, too.
+    With model.attention_backend torch, it is slower than full attention."""
     lora_rank: Count = 8
     """Rank of the LoRA layers."""
     lora_alpha: Positive = 16.0

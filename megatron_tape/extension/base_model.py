@@ -16,7 +16,11 @@ from megatron_tape.checkpoint.directories import (
     read_state,
 )
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
-from megatron_tape.checkpoint.saved_settings import CHANGEABLE_MODEL_KEYS, model_differences
+from megatron_tape.checkpoint.saved_settings import (
+    CHANGEABLE_MODEL_KEYS,
+    change_sentence,
+    model_differences,
+)
 from megatron_tape.checkpoint.saved_tokenizer import (
     TOKENIZER,
     check_same_tokenizer,
@@ -55,6 +59,16 @@ _SCALING_KEYS = {
 """Settings of `model.position` that belong to a type of scaling, by the type. An extension that
 keeps the type keeps their values.
 """
+_LAYER_KEYS = (
+    "sliding_window",
+    "full_attention_every",
+    "layers_without_positions",
+    "temperature_scale",
+    "temperature_floor_scale",
+)
+"""Settings of `model` that select the layers with windows and without positions."""
+_LAYER_POSITION_KEYS = ("rope_scaling_layers", "rope_local_theta")
+"""Settings of `model.position` that apply to some layers only."""
 _REQUIRED_MODEL_KEYS = {
     setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING
 }
@@ -119,7 +133,8 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     - If the model is a run, `extension.from` in the result is the run's newest complete checkpoint,
       so that the configuration names exact weights.
     - `extension.context_factor` sets `model.seq_length` and `model.position.rope_scaling_factor`.
-      In the result it is null, so that a run that continues does not multiply them again.
+      In the result it is null, so that a run that continues does not multiply them again. If
+      windows keep all distances as they are, as in layers of a fixed window, the scaling stays.
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
@@ -158,10 +173,17 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
 
     encoding = str(model.get("position_encoding") or base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
-    if "rope_scaling_factor" in inherited["position"]:
-        _scale_positions(inherited["position"], position, factor, base)
+    if "sliding_window" in model and model["sliding_window"] is None:
+        inherited["full_attention_every"] = None  # it has no meaning without a window
     if factor is not None:
         inherited["seq_length"] = round(factor * base.model.seq_length)
+    if "rope_scaling_factor" in inherited["position"]:
+        layers = {key: model[key] for key in _LAYER_KEYS if key in model}
+        unscaled = build(ModelConfig, merge(ModelConfig, inherited, layers), "model")
+        position_factor = factor
+        if unscaled.rotated_length <= base.model.rotated_length:
+            position_factor = None
+        _scale_positions(inherited["position"], position, position_factor, base)
 
     # The import of a Hugging Face model pads the vocabulary for the run's tensor-parallel size.
     if base.state is None:
@@ -391,12 +413,14 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 
     Checks the model, the context length, the tokenizer and the trained parameters. `base` is by
     default the model of `extension.from`. A shorter context and another scaling must be allowed by
-    `extension`. Warns if positions are scaled by less than the context grows.
+    `extension`. Warns if positions are scaled by less than the context grows. Logs which changes of
+    windows and layers change the model's outputs.
     """
     base = base or find_base(config.extension.from_)
     _check_same_model(config.model, base)
     _check_length(config, base)
     _check_scaling(config, base)
+    _log_changed_layers(config.model, base)
 
     # Parameters of the encoding that the base model lacks are initialized, so they must be trained.
     new = _encoding_parameters(config.model) - _encoding_parameters(base.model)
@@ -427,7 +451,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     # `changeable` are the settings that the message lists, such as those of RoPE's scaling. Only
     # differences outside of `may_differ` are refused. It also contains settings that differ because
     # this extension changes the encoding or imports the model.
-    changeable = {*CHANGEABLE_MODEL_KEYS}
+    changeable = {*CHANGEABLE_MODEL_KEYS, *_LAYER_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
     may_differ = set(changeable)
@@ -441,9 +465,6 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     if getattr(base.model.position, "increments", "fixed") != "fixed":
         changeable.discard("position.increments")
         may_differ.discard("position.increments")
-    if base_encoding in ENCODINGS[new_encoding].replaces:
-        # The new encoding, such as nope, has no positions in any layer.
-        may_differ.add("layers_without_positions")
     if base.state is None and model.vocab_size >= base.model.vocab_size:
         may_differ.add("vocab_size")  # an import adds the missing rows
 
@@ -517,9 +538,8 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     # Positions stay in the trained range if the factor grows at least as much as the context. The
     # factors cannot be compared if the base model has another type of scaling. A larger
     # `rope_theta` may replace a larger factor.
-    needed_factor = (
-        base_position.rope_scaling_factor * config.model.seq_length / base.model.seq_length
-    )
+    growth = config.model.rotated_length / base.model.rotated_length
+    needed_factor = base_position.rope_scaling_factor * growth
     if (
         scaling in (None, kind)
         and factor < needed_factor
@@ -527,8 +547,9 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     ):
         command_line.log(
             f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
-            f" {base.path} grow from {base.model.seq_length} to {config.model.seq_length} tokens;"
-            f" set it to {needed_factor:g} unless this is intended"
+            f" {base.path} grow from {base.model.rotated_length} to"
+            f" {config.model.rotated_length} tokens; set it to {needed_factor:g} unless this is"
+            " intended"
         )
 
     # llama3 and yarn scale relative to the context on which the model was trained without scaling.
@@ -560,8 +581,12 @@ def _check_not_replaced(position: Any, base: Base) -> None:
         replaced.append("rope_share")
     if position.rope_theta < base_position.rope_theta:
         replaced.append("rope_theta")
+    if _local_theta(position) < _local_theta(base_position):
+        replaced.append("rope_local_theta")
     if scaling is not None and position.rope_scaling_type != scaling:
         replaced.append("rope_scaling_type")
+    if scaling is not None and position.rope_scaling_layers != base_position.rope_scaling_layers:
+        replaced.append("rope_scaling_layers")
     if scaling is not None and position.rope_scaling_factor < base_position.rope_scaling_factor:
         replaced.append("rope_scaling_factor")
     # Compare the settings of a scaling type only if the type is the same: they have no meaning for
@@ -580,6 +605,75 @@ def _check_not_replaced(position: Any, base: Base) -> None:
         " model.seq_length for contexts twice as long; to replace it, set"
         " extension.allow_other_scaling: true",
     )
+
+
+def _local_theta(position: Any) -> float:
+    """Return the base of the frequencies in layers with a window, for settings of
+    `model.position`.
+    """
+    if position.rope_local_theta is None:
+        return position.rope_theta
+    return position.rope_local_theta
+
+
+def _log_changed_layers(model: ModelConfig, base: Base) -> None:
+    """Log which settings of windows and layers differ from those of the base model, and whether
+    this changes the model's outputs.
+    """
+    sentences = []
+    for section, new, old, keys in (
+        ("model", model, base.model, _LAYER_KEYS),
+        ("model.position", model.position, base.model.position, _LAYER_POSITION_KEYS),
+    ):
+        for key in keys:
+            # Only encodings with a rotation have the settings of `model.position`.
+            was = getattr(old, key, None)
+            now = getattr(new, key, was)
+            if now != was:
+                sentences.append(change_sentence(f"{section}.{key}", was, now))
+    if not sentences:
+        return
+
+    lengths = _lengths_of_changes(base.model, model)
+    effect = "outputs do not change"
+    if lengths:
+        effect = f"outputs change for texts of more than {min(lengths):,} tokens"
+    if 0 in lengths:
+        effect = "outputs change"
+    command_line.log(f"{'; '.join(sentences)}: {effect}")
+
+
+def _lengths_of_changes(old: ModelConfig, new: ModelConfig) -> set[int]:
+    """Return the numbers of tokens beyond which windows, layers without positions, temperature and
+    frequencies make the outputs of `new` differ from those of `old`.
+    """
+    lengths = set()
+    for layer in range(new.num_layers):
+        windows = {old.window_of(layer), new.window_of(layer)}
+        if len(windows) > 1:
+            lengths.add(min(windows - {None}))
+        if old.has_positions(layer) != new.has_positions(layer):
+            lengths.add(0)
+
+    temperatures = {
+        (model.temperature_scale, model.temperature_floor_scale)
+        for model in (old, new)
+        if model.temperature_scale > 0
+    }
+    if len(temperatures) > 1 or (old.temperature_scale > 0) != (new.temperature_scale > 0):
+        # The factor of a text's last token differs from 1 first.
+        lengths.add(min(floor_scale for _, floor_scale in temperatures) - 1)
+
+    # Where frequencies or positions change, outputs of all lengths do.
+    if old.position_encoding in ENCODINGS[new.position_encoding].replaces:
+        lengths.add(0)
+    unscaled = _scaling_of(old) is None and _scaling_of(new) is None
+    for key in _keys_of_position("rope"):
+        was = getattr(old.position, key, None)
+        differs = getattr(new.position, key, was) != was
+        if differs and not (unscaled and key == "rope_scaling_layers"):
+            lengths.add(0)
+    return lengths
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:

@@ -88,7 +88,7 @@ def validate_model(model: ModelConfig) -> None:
         raise ConfigError(
             ("model.temperature_scale", "model.layers_without_positions"),
             "applies only to layers without positions, and there are none",
-            "set model.layers_without_positions, or remove model.temperature_scale",
+            "set model.layers_without_positions, or set model.temperature_scale to 0",
         )
 
     _check_window(model)
@@ -104,12 +104,12 @@ def _check_window(model: ModelConfig) -> None:
         raise ConfigError(
             ("model.full_attention_every", "model.sliding_window"),
             "has no effect, since all layers attend to all tokens",
-            "set model.sliding_window, or remove model.full_attention_every",
+            "set model.sliding_window, or set model.full_attention_every to null",
         )
     if every > model.num_layers:
         raise ConfigError(
             "model.full_attention_every",
             f"is {every}, more than model.num_layers {model.num_layers}, so no layer would attend"
             " to all tokens",
-            "lower it, or remove it",
+            "lower it, or set it to null",
         )

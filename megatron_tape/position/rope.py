@@ -195,9 +195,11 @@ class RotaryPosition(PositionEncoding):
         if settings.rope_local_theta is not None:
             setting = "model.position.rope_local_theta"
             rule = f"{settings.rope_local_theta}"
+            default = "null"
         elif settings.rope_scaling_layers == "full":
             setting = "model.position.rope_scaling_layers"
             rule = "full"
+            default = "all"
         else:
             return
 
@@ -205,14 +207,14 @@ class RotaryPosition(PositionEncoding):
             raise ConfigError(
                 (setting, "model.full_attention_every"),
                 f"is {rule}, but not all layers have a window and others do not",
-                "set model.sliding_window and model.full_attention_every, or remove it",
+                f"set model.sliding_window and model.full_attention_every, or set it to {default}",
             )
         if self.learns_increments:
             raise ConfigError(
                 (setting, "model.position.increments"),
                 f"is {rule}, which requires model.position.increments fixed, not"
                 f" {settings.increments}",
-                f"remove {setting}, or set model.position.increments to fixed",
+                f"set {setting} to {default}, or model.position.increments to fixed",
             )
 
     def learns_on_entry(self, layer):

@@ -48,6 +48,13 @@ METHODS = {
         "model.position.rope_scaling_type": "yarn",
         "model.position.rope_original_seq_length": 4096,
     },
+    "swa": {
+        "model.sliding_window": 2048,
+        "model.full_attention_every": 4,
+        "model.position.rope_scaling_type": "yarn",
+        "model.position.rope_scaling_layers": "full",
+        "model.position.rope_original_seq_length": 4096,
+    },
     "full": {"extension.trains": ["all"]},
     "tape_lora": {
         "model.position_encoding": "tape",

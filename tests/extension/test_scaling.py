@@ -1,5 +1,6 @@
 """How an extension changes the context length and the scaling of a model's positions."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import as_dict, build
 from megatron_tape.errors import ConfigError
 from megatron_tape.extension.base_model import Base, check_base, with_base_settings
+from megatron_tape.model.validation import validate_model
 from pretrain import extend_context
 
 TESTS = Path(__file__).parents[1]
@@ -89,11 +91,10 @@ def base_of(name, encoding="rope", **changes):
 def extended_model(base, position=None, **extension):
     """Return the model of a run that extends `base`, checked as when a run starts.
 
-    `position` are the given settings of `model.position`, `seq_length` of `extension` that of
-    `model`.
+    `position` are the given settings of `model.position`. `extension` also has those of `model`.
     """
     model = {"position": position or {}}
-    for key in ("seq_length", "position_encoding"):
+    for key in {field.name for field in fields(ModelConfig)}:
         if key in extension:
             model[key] = extension.pop(key)
     values = {"model": model, "extension": {"from": "somewhere", **extension}}
@@ -294,3 +295,99 @@ def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(da
     (_, newest), *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     saved = read_state(newest)["config"]["model"]
     assert (saved["seq_length"], saved["position"]["rope_scaling_factor"]) == (32, 16.0)
+
+
+WINDOW = {"sliding_window": 4096, "full_attention_every": 2}
+SWAN = WINDOW | {"layers_without_positions": 2}
+YARN_IN_FULL_LAYERS = {"rope_scaling_type": "yarn", "rope_scaling_layers": "full"}
+
+
+def test_windows_and_layers_are_inherited_from_the_model_to_extend(capsys):
+    settings = SWAN | {"temperature_scale": 0.1, "temperature_floor_scale": 512}
+    base = base_of("none", **settings, rope_local_theta=1e4)
+    extended = extended_model(base, seq_length=262144)
+    assert extended == with_values(base.model, seq_length=262144)
+    assert "outputs" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+def test_windows_with_scaling_in_the_other_layers_can_be_added(encoding, capsys):
+    base = base_of("none", encoding)
+    model = extended_model(base, YARN_IN_FULL_LAYERS, context_factor=2, **WINDOW)
+    assert (model.sliding_window, model.full_attention_every) == (4096, 2)
+    position = model.position
+    assert (position.rope_scaling_factor, position.rope_scaling_layers) == (2.0, "full")
+    log = capsys.readouterr().err
+    assert "model.sliding_window: was null, is now 4096; " in log
+    assert "; model.position.rope_scaling_layers: was 'all', is now 'full': outputs change" in log
+    assert "more than" not in log  # YaRN's frequencies change all outputs
+    assert "warning" not in log
+
+
+@pytest.mark.parametrize(
+    "old, new, effect",
+    [
+        (WINDOW, {"sliding_window": 512}, "outputs change for texts of more than 512 tokens"),
+        (WINDOW, {"sliding_window": None}, "outputs change for texts of more than 4,096 tokens"),
+        ({}, {"sliding_window": 8000}, "outputs change for texts of more than 8,000 tokens"),
+        (WINDOW, {"full_attention_every": None}, "for texts of more than 4,096 tokens"),
+        ({}, {"layers_without_positions": 2}, "model.layers_without_positions: was null, is now 2"),
+        ({}, {"layers_without_positions": 2}, "is now 2: outputs change\n"),
+        (SWAN, {"temperature_scale": 0.1}, "outputs change for texts of more than 8,191 tokens"),
+        (SWAN, {"temperature_floor_scale": 9}, "is now 9: outputs do not change\n"),
+    ],
+)
+def test_the_log_says_whether_changed_layers_change_the_outputs(old, new, effect, capsys):
+    model = extended_model(base_of("none", **old), seq_length=131072, **new)
+    assert as_dict(model).items() >= new.items()
+    assert effect in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [SWAN, {"sliding_window": 4096}])
+def test_a_longer_context_leaves_the_scaling_if_no_distance_becomes_longer(layers, capsys):
+    base = base_of("none", **layers)
+    model = extended_model(base, context_factor=4)
+    assert model == with_values(base.model, seq_length=4 * 131072)
+    assert "warning" not in capsys.readouterr().err
+    longer_window = extended_model(base, context_factor=4, sliding_window=8192)
+    assert longer_window.position.rope_scaling_factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "name, layers, position, key",
+    [
+        ("yarn", WINDOW, {"rope_scaling_layers": "full"}, "rope_scaling_layers"),
+        ("theta", WINDOW, {"rope_local_theta": 1e4}, "rope_local_theta"),
+        ("none", {}, {"rope_local_theta": 1e6}, "rope_local_theta"),
+        ("none", {}, {"rope_scaling_layers": "full"}, "rope_scaling_layers"),
+    ],
+)
+def test_other_frequencies_in_layers_with_a_window_must_be_allowed(name, layers, position, key):
+    """The last two name no window at all."""
+    with pytest.raises(ConfigError) as error:
+        model = extended_model(base_of(name, **layers), position, seq_length=131072)
+        validate_model(model)
+    assert error.value.key == f"model.position.{key}"
+
+
+def test_positions_can_be_dropped_from_a_model_with_windows(capsys):
+    settings = SWAN | {"temperature_scale": 0.1}
+    base = base_of("none", **settings)
+    dropped = extended_model(base, position_encoding="nope", temperature_scale=0.0)
+    assert (dropped.sliding_window, dropped.full_attention_every) == (4096, 2)
+    assert dropped.layers_without_positions is None
+    validate_model(dropped)
+    assert "outputs change\n" in capsys.readouterr().err
+    kept = extended_model(base, position_encoding="nope")
+    with pytest.raises(ConfigError, match="set model.temperature_scale to 0"):
+        validate_model(kept)
+
+
+def test_at_step_0_added_windows_change_only_logits_of_later_tokens(data, tmp_path):
+    source = write_llama(tmp_path / "source", data)
+    chosen = ["--extension.trains=[all]", "--model.seq_length=32"]
+    expected = first_logits(data, source, tmp_path / "a", *chosen)
+    window = ["--model.sliding_window=9", "--model.full_attention_every=3"]
+    logits = first_logits(data, source, tmp_path / "b", *chosen, *window)
+    torch.testing.assert_close(logits[:, :9], expected[:, :9], atol=1e-5, rtol=0)
+    assert (logits[:, 9:] - expected[:, 9:]).abs().amax(-1).min() > 1e-4
