@@ -173,8 +173,11 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
 
     encoding = str(model.get("position_encoding") or base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
+    # Settings that have no effect without another one are not inherited.
     if "sliding_window" in model and model["sliding_window"] is None:
-        inherited["full_attention_every"] = None  # it has no meaning without a window
+        del inherited["full_attention_every"]
+    if model.get("temperature_scale") == 0:
+        del inherited["temperature_floor_scale"]
     if factor is not None:
         inherited["seq_length"] = round(factor * base.model.seq_length)
     if "rope_scaling_factor" in inherited["position"]:

@@ -91,6 +91,14 @@ def validate_model(model: ModelConfig) -> None:
             "set model.layers_without_positions, or set model.temperature_scale to 0",
         )
 
+    floor_scale = model.temperature_floor_scale
+    if not model.temperature_scale and floor_scale != ModelConfig.temperature_floor_scale:
+        raise ConfigError(
+            ("model.temperature_floor_scale", "model.temperature_scale"),
+            f"is {floor_scale}, but has no effect, since model.temperature_scale is 0",
+            "set model.temperature_scale, or remove model.temperature_floor_scale",
+        )
+
     _check_window(model)
     encoding.check()
 

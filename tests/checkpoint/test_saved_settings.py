@@ -76,6 +76,35 @@ def test_a_default_spelled_out_is_not_a_difference():
     ]
 
 
+WINDOW_KEYS = ("sliding_window", "full_attention_every", "temperature_scale")
+
+
+def test_a_checkpoint_from_before_windows_continues_without_one(monkeypatch):
+    saved = {"model": as_dict(make().model)}
+    for key in (*WINDOW_KEYS, "temperature_floor_scale"):
+        del saved["model"][key]
+    for key in ("rope_scaling_layers", "rope_local_theta"):
+        del saved["model"]["position"][key]
+    monkeypatch.setattr(
+        saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved}
+    )
+    check_same_model(Path("somewhere"), make())
+    with pytest.raises(ConfigError, match="model.sliding_window: checkpoint None, configuration 8"):
+        check_same_model(Path("somewhere"), make(model__sliding_window=8))
+
+
+def test_a_run_cannot_continue_with_another_window(monkeypatch):
+    window = {"model__sliding_window": 8, "model__full_attention_every": 2}
+    saved = config_dict(make(**window))
+    monkeypatch.setattr(
+        saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved}
+    )
+    check_same_model(Path("somewhere"), make(**window))
+    for key, value in (("sliding_window", 9), ("full_attention_every", None)):
+        with pytest.raises(ConfigError, match=f"model.{key}: checkpoint"):
+            check_same_model(Path("somewhere"), make(**window | {f"model__{key}": value}))
+
+
 def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(monkeypatch):
     saved = {"model": as_dict(make().model)}
     del saved["model"]["position"]["rope_share"], saved["model"]["layers_without_positions"]

@@ -20,6 +20,7 @@ CONTEXT = "parallel.context_parallel_size"
 PIPELINE = "parallel.pipeline_model_parallel_size"
 VIRTUAL = "parallel.virtual_pipeline_size"
 NO_SEQUENCE = "parallel.sequence_parallel=false"
+WINDOW = "model.sliding_window=8 model.full_attention_every=2"
 ROPE = "model.position_encoding=rope"
 TWO_STAGES = f"{PIPELINE}=2 model.num_layers=4 train.micro_batch_size=1"
 YARN = "model.position.rope_scaling_type=yarn"
@@ -139,6 +140,26 @@ def test_incompatible_layouts_are_refused(processes, key, options):
         ("model.position.rope_theta", f"{YARN} model.position.rope_theta=1.0"),
         ("model.position.rope_share", "model.position.rope_share=0.01"),
         ("model.layers_without_positions", "model.layers_without_positions=100"),
+        ("model.temperature_scale", "model.temperature_scale=0.1"),
+        (
+            "model.temperature_floor_scale",
+            "model.temperature_floor_scale=4096 model.layers_without_positions=2",
+        ),
+        ("model.full_attention_every", "model.full_attention_every=2"),
+        ("model.full_attention_every", "model.full_attention_every=5 model.sliding_window=8"),
+        ("model.position.rope_local_theta", "model.position.rope_local_theta=100.0"),
+        (
+            "model.position.rope_scaling_layers",
+            "model.position.rope_scaling_layers=full model.sliding_window=8",
+        ),
+        (
+            "model.position.rope_local_theta",
+            f"model.position.rope_local_theta=100.0 {WINDOW} model.position.increments=learned",
+        ),
+        (
+            "model.attention_backend",
+            f"model.position_encoding=path model.attention_backend=fla {WINDOW}",
+        ),
         ("model.attention_backend", "model.attention_backend=flash_attn train.precision=fp32"),
         ("model.attention_backend", "model.attention_backend=torch_wide model.kv_channels=128"),
         (

@@ -299,12 +299,12 @@ def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(da
 
 WINDOW = {"sliding_window": 4096, "full_attention_every": 2}
 SWAN = WINDOW | {"layers_without_positions": 2}
+HOT = SWAN | {"temperature_scale": 0.1, "temperature_floor_scale": 512}
 YARN_IN_FULL_LAYERS = {"rope_scaling_type": "yarn", "rope_scaling_layers": "full"}
 
 
 def test_windows_and_layers_are_inherited_from_the_model_to_extend(capsys):
-    settings = SWAN | {"temperature_scale": 0.1, "temperature_floor_scale": 512}
-    base = base_of("none", **settings, rope_local_theta=1e4)
+    base = base_of("none", **HOT, rope_local_theta=1e4)
     extended = extended_model(base, seq_length=262144)
     assert extended == with_values(base.model, seq_length=262144)
     assert "outputs" not in capsys.readouterr().err
@@ -334,7 +334,9 @@ def test_windows_with_scaling_in_the_other_layers_can_be_added(encoding, capsys)
         ({}, {"layers_without_positions": 2}, "model.layers_without_positions: was null, is now 2"),
         ({}, {"layers_without_positions": 2}, "is now 2: outputs change\n"),
         (SWAN, {"temperature_scale": 0.1}, "outputs change for texts of more than 8,191 tokens"),
-        (SWAN, {"temperature_floor_scale": 9}, "is now 9: outputs do not change\n"),
+        (HOT, {"temperature_floor_scale": 99}, "outputs change for texts of more than 98 tokens"),
+        (HOT, {"temperature_scale": 0.0}, "outputs change for texts of more than 511 tokens"),
+        ({}, {"sliding_window": 200_000}, "outputs change for texts of more than 200,000 tokens"),
     ],
 )
 def test_the_log_says_whether_changed_layers_change_the_outputs(old, new, effect, capsys):
@@ -371,8 +373,7 @@ def test_other_frequencies_in_layers_with_a_window_must_be_allowed(name, layers,
 
 
 def test_positions_can_be_dropped_from_a_model_with_windows(capsys):
-    settings = SWAN | {"temperature_scale": 0.1}
-    base = base_of("none", **settings)
+    base = base_of("none", **HOT)
     dropped = extended_model(base, position_encoding="nope", temperature_scale=0.0)
     assert (dropped.sliding_window, dropped.full_attention_every) == (4096, 2)
     assert dropped.layers_without_positions is None

@@ -144,6 +144,17 @@ def test_a_setting_of_a_variant_may_have_commas_in_brackets_and_an_exponent():
     assert rope.label == "rope"
 
 
+def test_variants_may_have_windows():
+    (variant,) = parse_variants(
+        "rope+sliding_window=128+full_attention_every=3+layers_without_positions=3"
+        "+rope_local_theta=1e+3"
+    )
+    config = parse_run_config(["--config=compare/language", *variant.arguments])
+    model = config.model
+    assert (model.sliding_window, model.full_attention_every) == (128, 3)
+    assert (model.layers_without_positions, model.position.rope_local_theta) == (3, 1000.0)
+
+
 class FakeProcess:
     """A process that ends with `status` after two calls of `poll`."""
 
