@@ -309,6 +309,9 @@ def _run(
     if result is None:  # not rank 0
         return
     label = model.info.label
+    scaling = None
+    if model_source.scaling is not None:
+        scaling = model_source.scaling.name
     record = ModelRecord(
         path=model_source.user_path,
         digest=plan.model_digest,
@@ -316,7 +319,7 @@ def _run(
         trained_length=model.info.trained_length,
         config=model.info.config,
         run=model_source.run,
-        rope_scaling=model_source.scaling.name if model_source.scaling else None,
+        rope_scaling=scaling,
     )
     results = add_result(output, label, record, plan, result)
     pictures = draw(output, task, results)

@@ -104,6 +104,29 @@ def test_sharded_weight_files_contain_the_same_model(logits, exported):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
 
 
+@pytest.mark.parametrize("name", ["tp2_zero3", "tp1_zero2_rope"])
+def test_a_scaled_export_of_a_run_has_its_weights_and_a_longer_context(
+    trained, exported, tmp_path, name
+):
+    options = ["--rope-scaling", "yarn", "--rope-scaling-factor", "4", "--dtype", "bf16"]
+    output = tmp_path / "scaled"
+    done = convert("to-hf", "--checkpoint", trained / name, "--output", output, *options)
+    assert done.returncode == 0, done.stderr
+    whole = load_file(exported / name / "model.safetensors")
+    scaled = load_file(output / "model.safetensors")
+    assert set(whole) == set(scaled)
+    assert all(torch.equal(scaled[key], whole[key].bfloat16()) for key in whole)
+    config = json.loads((output / "config.json").read_text())
+    assert config["max_position_embeddings"] == 4 * 48
+    rope = config["rope_parameters"]
+    assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("yarn", 48)
+    tokenizer = json.loads((output / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == 4 * 48
+    card = (output / "README.md").read_text()
+    assert "trained with 48" in card
+    assert "sequences of 48 per step" in card
+
+
 def test_a_bf16_export_contains_the_rounded_weights(exported, loaded):
     whole, rounded = (
         load_file(exported / name / "model.safetensors") for name in ("tp2_zero3", "bf16")
