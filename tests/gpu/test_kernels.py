@@ -37,8 +37,8 @@ LENGTHS = (1, 63, 1025, 4096) if ON_GPU else (1,)
 MANY_TOKENS = 10_000 if ON_GPU else 15
 
 NAMES = [
-    f"attention{layer}{packed}"
-    for packed in ("", " of packed documents")
+    f"attention{layer}{visibility}"
+    for visibility in ("", " of packed documents", " in a window")
     for layer in ("", " in the first layer", " in the last layer")
 ]
 NAMES += [
@@ -52,13 +52,18 @@ KINDS = [(shape, precision) for precision in PRECISIONS for shape in SHAPES]
 """Tests of one kind share compiled kernels. They are adjacent, so that mostly one pytest-xdist
 worker runs them.
 """
-REPEATABLE = ("attention", "attention of packed documents", "position update")
+REPEATABLE = (
+    "attention",
+    "attention of packed documents",
+    "attention in a window",
+    "position update",
+)
 
 
 def shapes_of(text):
     heads, groups, dim = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)", text).groups()
     heads, groups = int(heads), int(groups or heads)
-    return Shapes(heads, groups, int(dim), averages=True, inner=4 * heads)
+    return Shapes(heads, groups, int(dim), averages=True, inner=4 * heads, windowed=True)
 
 
 def check_of(name, shapes, dtype):
@@ -158,7 +163,9 @@ def test_deterministic_kernels_give_the_same_bits_twice(name, shape, precision):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention of packed documents"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention of packed documents", "attention in a window"]
+)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("shape, precision", KINDS)
 def test_attention_is_exact_at_any_length(name, length, shape, precision):
