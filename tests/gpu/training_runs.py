@@ -66,6 +66,16 @@ if ON_GPU:
         document=300,
     )
 
+MODELS = {
+    "tape": "position_encoding: tape",
+    "rope": "position_encoding: rope",
+    # A window of a third of the sequence; every second layer attends to all tokens.
+    "tape_window": (
+        f"position_encoding: tape, sliding_window: {SIZE.seq_length // 3}, full_attention_every: 2"
+    ),
+}
+"""The settings of the models that are trained, by name."""
+
 SAME = {"train/loss": 1e-5, "train/grad_norm": 2e-4, "validation/loss": 1e-5}
 """Maximum relative difference at any step between fp32 runs with different orders of summation. On
 a CPU, with plain torch, the tiled backend and recomputation under ZeRO 3, it was 3e-7, 4e-6 and
@@ -82,8 +92,8 @@ class Run(NamedTuple):
     options: tuple[str, ...]
 
     @property
-    def encoding(self):
-        """The encoding of both runs."""
+    def model(self):
+        """The model of both runs, a key of `MODELS`."""
         return self.expected.split()[0]
 
 
@@ -97,14 +107,22 @@ RUNS = {
     "tape bf16 ZeRO 2": Run("tape fp32", NEAR, (ZERO(2), BF16)),
     "rope fp32": Run("rope fp32", SAME, (ZERO(1),)),
     "tape packed fp32": Run("tape packed fp32", SAME, (ZERO(1), PACKED)),
+    "tape_window fp32": Run("tape_window fp32", SAME, (ZERO(1),)),
     "tape bf16 ZeRO 3": Run("tape fp32", NEAR, (ZERO(3), BF16)),
     "rope bf16 ZeRO 2": Run("rope fp32", NEAR, (ZERO(2), BF16)),
     "tape packed bf16 recomputed": Run(
         "tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)
     ),
+    "tape_window bf16 ZeRO 2": Run("tape_window fp32", NEAR, (ZERO(2), BF16)),
 }
 """The runs, the most important first."""
-GRADIENTS = ("gradients of tape", "gradients of rope", "gradients of tape packed")
+GRADIENTS = (
+    "gradients of tape",
+    "gradients of rope",
+    "gradients of tape packed",
+    "gradients of tape_window",
+    "gradients of tape_window packed",
+)
 
 
 class Side:
@@ -139,12 +157,12 @@ class Side:
         """Return the directory of a run."""
         return self.results / name.replace(" ", "-")
 
-    def backend(self, encoding: str, precision: str) -> str:
+    def backend(self, model: str, precision: str) -> str:
         """Return the attention backend; TAPE's on the device is named, so that `auto` cannot choose
         another.
         """
         interpretable = ON_GPU or precision == "fp32"
-        if self.on_device and encoding == "tape" and interpretable:
+        if self.on_device and model != "rope" and interpretable:
             return BACKEND
         return "auto"
 
@@ -155,8 +173,8 @@ class Side:
         from pretrain import train
 
         run = RUNS[name]
-        backend = self.backend(run.encoding, "bf16" if BF16 in run.options else "fp32")
-        arguments = ["--config", str(self.folder / f"{run.encoding}.yaml"), *run.options]
+        backend = self.backend(run.model, "bf16" if BF16 in run.options else "fp32")
+        arguments = ["--config", str(self.folder / f"{run.model}.yaml"), *run.options]
         arguments += [
             f"--logging.directory={self.directory(name)}",
             f"--model.attention_backend={backend}",
@@ -166,9 +184,9 @@ class Side:
         rows = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(row) for row in rows]
 
-    def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
-        """Return a model on this side's device with `weights`, whole tensors by Hugging Face
-        names.
+    def build(self, name: str, dtype: torch.dtype, backend: str, weights: dict):
+        """Return the model `name` on this side's device with `weights`, whole tensors by Hugging
+        Face names.
         """
         from megatron_tape.checks.arguments import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
@@ -176,7 +194,7 @@ class Side:
         from megatron_tape.parallel.layout import initialize_distributed
         from megatron_tape.parallel.partitions import allocate
 
-        config = parse_run_config(["--config", str(self.folder / f"{encoding}.yaml")])
+        config = parse_run_config(["--config", str(self.folder / f"{name}.yaml")])
         settings = dataclasses.replace(config.model, attention_backend=backend)
         layout = initialize_distributed()
         model = LanguageModel(
@@ -194,10 +212,10 @@ class Side:
         from megatron_tape.data.indexed_dataset import IndexedDatasetReader
         from megatron_tape.data.tokenizer import load_tokenizer
 
-        encoding = name.split()[2]
+        model_name = name.split()[2]
         packed = name.endswith("packed")
-        weights = torch.load(self.folder / f"start-{encoding}.pt", weights_only=True)
-        model = self.build(encoding, dtype, backend, weights)
+        weights = torch.load(self.folder / f"start-{model_name}.pt", weights_only=True)
+        model = self.build(model_name, dtype, backend, weights)
         B = SIZE.batch
         S = SIZE.seq_length
         ids = IndexedDatasetReader(self.folder / "data").tokens[: B * (S + 1)].astype("int64")
@@ -237,13 +255,13 @@ def start(folder: Path, names: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=variables, cwd=folder)
 
 
-def recipe(folder: Path, encoding: str) -> str:
-    """Return the recipe that all runs of an encoding share."""
+def recipe(folder: Path, name: str) -> str:
+    """Return the recipe that all runs of the model `name` share."""
     width = SIZE.heads * SIZE.head_dim
     # The learning rate changes TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn
     # gradients that are only rounding errors into full steps, and equal runs would diverge.
     return f"""
-model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width},
+model: {{{MODELS[name]}, num_layers: {SIZE.layers}, hidden_size: {width},
         ffn_hidden_size: {3 * width}, num_attention_heads: {SIZE.heads},
         seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
         unpadded_vocab_size: {SIZE.vocab_size}}}
@@ -254,7 +272,7 @@ schedule: {{kind: constant}}
 train: {{steps: {SIZE.steps}, global_batch_size: {SIZE.batch},
         micro_batch_size: {SIZE.micro_batch}, precision: fp32, eval_interval: {SIZE.steps},
         eval_steps: 1, hang_timeout: 300}}
-checkpoint: {{interval: 1000, resume: '{folder}/start-{encoding}'}}
+checkpoint: {{interval: 1000, resume: '{folder}/start-{name}'}}
 logging: {{interval: 1, sample_tokens: 1, tensorboard: false}}
 """
 
@@ -277,23 +295,23 @@ def prepare(folder: Path, run_tool) -> None:
     run_tool("preprocess_data", "--input", corpus, *options)
     for side in ("cpu", "device"):
         (folder / side).mkdir()
-    for encoding in ("tape", "rope"):
-        write_start(folder, encoding)
+    for name in MODELS:
+        write_start(folder, name)
 
 
-def write_start(folder: Path, encoding: str) -> None:
+def write_start(folder: Path, model_name: str) -> None:
     """Write a recipe and an initial checkpoint with non-zero weights that bf16 represents exactly.
 
     TAPE's matrices are usually zero at initialization, which makes it RoPE and would hide errors.
-    Apart from those matrices, both encodings start with the same weights.
+    Apart from those matrices, all models start with the same weights.
     """
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.records import read_yaml
     from megatron_tape.model.names import POSITION
     from megatron_tape.model.shapes import hugging_face_shapes
 
-    path = folder / f"{encoding}.yaml"
-    path.write_text(recipe(folder, encoding), encoding="utf-8")
+    path = folder / f"{model_name}.yaml"
+    path.write_text(recipe(folder, model_name), encoding="utf-8")
     model = model_config(read_yaml(path, dict[str, dict[str, Any]])["model"])
     weights = {}
     for name, shape in hugging_face_shapes(model).items():
@@ -308,8 +326,8 @@ def write_start(folder: Path, encoding: str) -> None:
             weight = weight * 0.05 if len(shape) > 1 else 1 + weight * 0.1
         weights[name] = weight.bfloat16().float()
     with contextlib.redirect_stderr(io.StringIO()):  # hides the printed advice
-        write_imported(folder / f"start-{encoding}", model, weights, "weights drawn at random")
-    torch.save(weights, folder / f"start-{encoding}.pt")
+        write_imported(folder / f"start-{model_name}", model, weights, "weights drawn at random")
+    torch.save(weights, folder / f"start-{model_name}.pt")
 
 
 def main() -> None:
