@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from benchmarks import attention, encodings, generate, timing
+from benchmarks import attention, cache_memory, encodings, generate, timing
 from megatron_tape.errors import ConfigError
 from megatron_tape.huggingface.modeling import attention_tape
 from megatron_tape.ops.backends import tiled
@@ -161,6 +161,25 @@ def test_wrong_prefill_attention_gets_no_figure(recorded, monkeypatch):
         monkeypatch.setattr(attention_tape, "attend_by_blocks", wrong)
         with pytest.raises(SystemExit, match="nothing is measured"):
             recorded(generate, "--toy")
+
+
+def test_caches_keep_only_windows(recorded, monkeypatch):
+    """Buffers have room for 32 more tokens."""
+    found = recorded(cache_memory, "--toy")["bytes"]
+    per_token = 2 * 64 * 4
+    full = 2 * (96 + 32) * per_token
+    for name in ("rope", "swan"):
+        assert found[name]["no window"]["prompt"] == 4 * full
+        windows = found[name]["window 16"]
+        assert windows["prompt"] == full + 3 * 2 * 15 * per_token
+        assert windows["generated"] == full + 3 * 2 * (16 + 32) * per_token
+    # Values contain the position state, except in the last layer.
+    assert found["tape"]["window 16"]["prompt"] == full + 3 * 3 * 15 * per_token
+
+    right = cache_memory.read
+    monkeypatch.setattr(cache_memory, "read", lambda *arguments: right(*arguments) + 0.01)
+    with pytest.raises(SystemExit, match="nothing is measured"):
+        recorded(cache_memory, "--toy")
 
 
 ENCODINGS = ["--shape=toy", "--repetitions=1", "--context=32", "--tokens=2"]

@@ -70,6 +70,8 @@ WINDOWED = {
     "plain_smollm3": WINDOW | {"full_attention_every": 2},
     "plain_swan": WINDOW | {"full_attention_every": 2, "layers_without_positions": 2},
 }
+WINDOWS = dict(sliding_window=4, full_attention_every=3, layers_without_positions=3)
+WINDOWS |= dict(temperature_scale=0.5, temperature_floor_scale=3)
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
 
 
@@ -98,6 +100,9 @@ def ran(exported, exports, streamable, source_text, tmp_path_factory):
     for name, changes in WINDOWED.items():
         made = make(folder, PLAIN_ROPE, label=name, **changes)
         give(name, made.directory, made.built)
+    for name in ("rope", "tape", "fox"):
+        made = make(folder, name, label=f"{name}_windows", **WINDOWS)
+        give(made.directory.name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
         made = exports[kind]
         yarn = folder / f"{prefix}yarn"
