@@ -35,7 +35,11 @@ CODE = {
     "one_token": {"sliding_window": 1},
     "scaled_full_layers": MIXED | YARN | {"rope_scaling_layers": "full"},
     "local_theta": MIXED | {"rope_local_theta": 3.0},
-    "temperature": {"layers_without_positions": 2, "temperature_scale": 0.1},
+    "temperature": {
+        "layers_without_positions": 2,
+        "temperature_scale": 0.1,
+        "num_layers": 10,
+    },
     "gate": {"attention_output_gate": True, "sliding_window": WINDOW},
 }
 """Models with `rope` that no architecture of transformers has."""
@@ -133,12 +137,12 @@ def test_the_card_says_which_layers_have_the_window(windowed, name):
     made = windowed(name)
     card = (made.directory / "README.md").read_text()
     window = f"| Sliding window | {made.model.sliding_window} tokens in all layers"
-    every = made.model.full_attention_every
-    if every is not None:
-        window += f" but layers {every}, {2 * every}, ... (counted from 1), which attend to all"
-        window += " tokens"
+    if made.model.full_attention_every == 2:
+        window += " except layers 2, 4 (counted from 1)"
+    elif made.model.full_attention_every == 3:
+        window += " except layer 3 (counted from 1)"
     assert f"{window} |" in card
-    assert ("| Without positions | layers 2, 4, ..." in card) == name.endswith(("swan", "all"))
+    assert ("| Without positions | layer" in card) == name.endswith(("swan", "all"))
     # vLLM's own classes of these models would refuse layers of two types.
     needs_option = name in ("qwen2_mixed", "qwen3_mixed")
     assert ("--model-impl transformers" in card) == needs_option
@@ -151,6 +155,7 @@ def test_the_card_describes_the_temperature(tmp_path):
     made = make(tmp_path, "rope", **CODE["temperature"])
     card = (made.directory / "README.md").read_text()
     assert "| 1 + 0.1 log(floor((p + 1) / 8192) + 1) at position p |" in card
+    assert "| Without positions | layers 2, 4, ..., 10 (counted from 1) |" in card
 
 
 def exported_settings(made):

@@ -172,12 +172,11 @@ def _layer_facts(model: ModelConfig) -> dict[str, str]:
     facts = {}
     if model.sliding_window is not None:
         layers = "all layers"
-        every = model.full_attention_every
-        if every is not None:
-            layers += f" but {_multiples(every)}, which attend to all tokens"
+        if model.full_attention_every is not None:
+            layers += f" except {_every_nth_layer(model, model.full_attention_every)}"
         facts["Sliding window"] = f"{model.sliding_window:,} tokens in {layers}"
     if model.layers_without_positions is not None:
-        facts["Without positions"] = _multiples(model.layers_without_positions)
+        facts["Without positions"] = _every_nth_layer(model, model.layers_without_positions)
     if model.temperature_scale:
         facts["Temperature of queries without positions"] = (
             f"1 + {model.temperature_scale:g} log(floor((p + 1) / {model.temperature_floor_scale})"
@@ -186,9 +185,13 @@ def _layer_facts(model: ModelConfig) -> dict[str, str]:
     return facts
 
 
-def _multiples(interval: int) -> str:
-    """Return words for every n-th layer, where n is `interval`."""
-    return f"layers {interval}, {2 * interval}, ... (counted from 1)"
+def _every_nth_layer(model: ModelConfig, interval: int) -> str:
+    """Return the numbers of every n-th layer for the card, where n is `interval`."""
+    numbers = [str(number) for number in range(interval, model.num_layers + 1, interval)]
+    if len(numbers) > 3:
+        numbers[2:-1] = ["..."]
+    noun = "layer" if len(numbers) == 1 else "layers"
+    return f"{noun} {', '.join(numbers)} (counted from 1)"
 
 
 def _remote_code_argument(saved: SavedWeights) -> str:
