@@ -100,8 +100,10 @@ def ran(exported, exports, streamable, source_text, tmp_path_factory):
     for name, changes in WINDOWED.items():
         made = make(folder, PLAIN_ROPE, label=name, **changes)
         give(name, made.directory, made.built)
-    for name in ("rope", "tape", "fox"):
-        made = make(folder, name, label=f"{name}_windows", **WINDOWS)
+    in_some_layers = {f"{name}_windows": (name, WINDOWS) for name in ("rope", "tape", "fox")}
+    in_all_layers = {"tape_all_windows": ("tape", {"sliding_window": 4})}
+    for label, (name, settings) in (in_some_layers | in_all_layers).items():
+        made = make(folder, name, label=label, **settings)
         give(made.directory.name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
         made = exports[kind]

@@ -131,10 +131,14 @@ class WindowLayer(EncodedLayer):
         """Return the number of all tokens of a sequence, including those that are not kept."""
         return self.num_seen
 
-    def get_mask_sizes(self, query_length: int, *args) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, *args) -> tuple[int, int]:
         """Return the number of tokens whose keys `update` would return for `query_length` new
         tokens, and the index of the first of them in the sequence.
+
+        Some versions of transformers give the indices of the new tokens instead of their number.
         """
+        if isinstance(query_length, Tensor):
+            query_length = query_length.shape[0]
         earlier = min(self.num_seen, self.sliding_window - 1)
         return earlier + query_length, self.num_seen - earlier
 
