@@ -368,6 +368,13 @@ def test_a_path_that_looks_like_a_number_is_not_changed(parse):
     assert parse("--data.prefix={1.10: 2, null: 1}").data.prefix == {"1.10": 2.0, "null": 1.0}
 
 
+def test_null_removes_a_window(parse):
+    window = ["--model.sliding_window=8", "--model.full_attention_every=2"]
+    assert parse(*window).model.window_of(0) == 8
+    removed = ["--model.sliding_window", "null", "--model.full_attention_every=null"]
+    assert parse(*window, *removed).model == parse().model
+
+
 def test_settings_named_for_users_of_other_programs_exist():
     known = {setting.key for setting in settings_of(RunConfig)}
     names = {

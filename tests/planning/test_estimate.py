@@ -95,6 +95,26 @@ def test_attention_slower_than_ropes_is_a_warning(run, encoding, warned, more):
     assert bool(warnings) == bool(warned)
 
 
+def test_windows_are_shown_and_lower_the_cost(run):
+    window = ["--model.sliding_window=256", "--model.full_attention_every=4"]
+    output, error = run(*window, name="tape_155m")
+    assert re.search(r"^sliding window +256 tokens in 9 of 12 layers$", output, re.M)
+    assert "triton" in output
+    assert not error
+    flops = [
+        float(re.search(r"^FLOPs per step +(\S+),", text, re.M)[1])
+        for text in (output, run(name="tape_155m").out)
+    ]
+    assert flops[0] < flops[1]
+    masking = run(*window, "--model.attention_backend=torch", name="tape_155m").err
+    assert "attention skips the tokens outside model.sliding_window" in masking
+
+
+def test_a_window_of_the_whole_sequence_changes_no_estimate(run):
+    whole = run("--model.sliding_window=1024", name="tape_155m").out
+    assert whole == run(name="tape_155m").out
+
+
 RECOMPUTED = ["--train.recompute=full", "--train.micro_batch_size=1"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 TWO = ["--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"]
