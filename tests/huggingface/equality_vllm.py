@@ -159,9 +159,10 @@ def shared_prefix(engine: Engine) -> dict:
     engine.ask([prompt])
     before = engine.count("prefix_cache_hits")
     found = engine.ask([prompt, prompt[:80] + prompt[:9], prompt[:65]])
-    assert engine.count("prefix_cache_hits") - before >= 3 * 2 * BLOCK, (
-        "nothing was read from the cache"
-    )
+    hits = engine.count("prefix_cache_hits") - before
+    # By default, vLLM keeps fewer prefixes of models with a window.
+    windowed = getattr(engine.subject.model.config, "sliding_window", None) is not None
+    assert hits >= (1 if windowed else 3) * 2 * BLOCK, "nothing was read from the cache"
     return found
 
 
