@@ -21,13 +21,14 @@ FIXES = {
         f"set model.sliding_window, and {_EVERY} to N if layers N, 2 N, ... (counted from 1) are"
         " full_attention and all others sliding_attention"
     ),
-    "use_sliding_window": "set model.sliding_window to the number of tokens; without it, no layer"
-    " has a window",
+    "use_sliding_window": (
+        "set model.sliding_window to the number of tokens; without it, no layer has a window"
+    ),
     "sliding_window_pattern": _SAME.format(_EVERY),
     "max_window_layers": (
-        f"remove it: {_EVERY} N selects the layers without a window, N, 2 N, ..., counted from 1"
+        f"remove it, and set {_EVERY} to N if layers N, 2 N, ... (counted from 1) have no window"
     ),
-    "no_rope_layers": (f"set {_NO_POSITIONS} to N if every N-th number is 0 and all others are 1"),
+    "no_rope_layers": f"set {_NO_POSITIONS} to N if every N-th number is 0 and all others are 1",
     "no_rope_layer_interval": _SAME.format(_NO_POSITIONS),
     "rope_local_base_freq": _SAME.format("model.position.rope_local_theta"),
     "attn_temperature_tuning": (
@@ -36,14 +37,14 @@ FIXES = {
     "attn_scale": _SAME.format("model.temperature_scale"),
     "floor_scale": _SAME.format("model.temperature_floor_scale"),
     "attention_chunk_size": (
-        "remove it: there are no chunks here; model.sliding_window attends across their borders"
+        "remove it: there are no chunks; model.sliding_window limits attention to the last tokens"
     ),
     # litgpt.
     "sliding_window_size": _SAME.format("model.sliding_window"),
-    "sliding_window_indices": (f"set {_EVERY} to N if every N-th number is 0 and all others are 1"),
+    "sliding_window_indices": f"set {_EVERY} to N if every N-th number is 0 and all others are 1",
     "sliding_window_layer_stride": (
         f"instead of 1, set only model.sliding_window; instead of 2, also set {_EVERY} to 2; larger"
         " strides have no equivalent"
     ),
 }
-"""What to do instead, by the last part of the key."""
+"""What to do instead of such a setting, by its name: the last part of a key."""

@@ -404,9 +404,9 @@ class ExtensionConfig:
     """New context length divided by the model's own. It sets model.seq_length, and multiplies the
     model's rope_scaling_factor; the type of the scaling and its other settings stay. A model
     without scaling gets rope_scaling_type, linear by default. If all layers with positions have a
-    sliding window, the factor stays, too. Default: model.seq_length and
-    model.position are used as given. In the settings of a started run this is null, since the
-    resulting values are stored."""
+    sliding window, rope_scaling_factor stays, too, unless the window grows. Default:
+    model.seq_length and model.position are used as given. In the settings of a started run this is
+    null, since the resulting values are stored."""
     allow_shorter_context: bool = False
     """Allow a model.seq_length below that of the model to extend. By default, this is an error."""
     allow_other_scaling: bool = False

@@ -296,9 +296,9 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     instead.
 
     The suggestion is the first of these that exists: the setting that another program calls by this
-    name; a similar key of the same section; a key with
-    the same last part, unless the unknown key is in a nested section; a similar key of all, if the
-    section is unknown. Without a suggestion, the keys of the section are listed.
+    name; a similar key of the same section; a key with the same last part, unless the unknown key
+    is in a nested section; a similar key of all, if the section is unknown. Without a suggestion,
+    the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")

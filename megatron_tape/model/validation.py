@@ -54,11 +54,12 @@ def validate_model(model: ModelConfig) -> None:
     if model.attention_backend != "auto":
         why = lacks(model.attention_backend, attention_needs(model))
         if why is not None:
+            requiring = f"model.position_encoding {model.position_encoding}"
+            if model.needs_window:
+                requiring += " with model.sliding_window"
             raise ConfigError(
                 ("model.attention_backend", "model.position_encoding"),
-                f"is {model.attention_backend}, which {why}, as model.position_encoding"
-                f" {model.position_encoding}{' with model.sliding_window' * model.needs_window}"
-                " requires",
+                f"is {model.attention_backend}, which {why}, as {requiring} requires",
                 "choose another backend, or auto",
             )
         why = unsupported_heads(model.attention_backend, model.head_dim)
@@ -84,13 +85,13 @@ def validate_model(model: ModelConfig) -> None:
             " without positions",
             "lower it, or remove it",
         )
+
     if model.temperature_scale and every is None:
         raise ConfigError(
             ("model.temperature_scale", "model.layers_without_positions"),
             "applies only to layers without positions, and there are none",
             "set model.layers_without_positions, or set model.temperature_scale to 0",
         )
-
     floor_scale = model.temperature_floor_scale
     if not model.temperature_scale and floor_scale != ModelConfig.temperature_floor_scale:
         raise ConfigError(
@@ -99,12 +100,12 @@ def validate_model(model: ModelConfig) -> None:
             "set model.temperature_scale, or remove model.temperature_floor_scale",
         )
 
-    _check_window(model)
+    _check_full_layers(model)
     encoding.check()
 
 
-def _check_window(model: ModelConfig) -> None:
-    """Raise ConfigError if the layers that attend to all tokens are not some of several."""
+def _check_full_layers(model: ModelConfig) -> None:
+    """Raise ConfigError if `model.full_attention_every` has no effect."""
     every = model.full_attention_every
     if every is None:
         return
