@@ -234,7 +234,7 @@ class LanguageModel(torch.nn.Module):
         visibility: Visibility | ShiftedSegments | None = in_documents
         if self.shifted_sparse and self.training:
             visibility = ShiftedSegments.of(tokens, in_documents, self._unshifted_groups)
-        window_visibility = self._in_window(visibility, tokens)
+        window_visibility = self._with_window(visibility, tokens)
         # Within documents, segments and windows, backends average values and state in two calls.
         # Memory for both would only be kept longer.
         self.encoding.joins_values = self._joins_values and window_visibility is None
@@ -295,7 +295,7 @@ class LanguageModel(torch.nn.Module):
         # input of the layer.
         return checkpoint(run, False, hidden_states, state)
 
-    def _in_window(
+    def _with_window(
         self, visibility: Visibility | ShiftedSegments | None, tokens: Tensor
     ) -> Visibility | ShiftedSegments | None:
         """Return which tokens attend to which in layers with a window, given the same without it,

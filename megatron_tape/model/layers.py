@@ -275,10 +275,10 @@ class LayerEncoding(Module):
         """
 
         model = encoding.model
-        self._turns_in_window = model.window_of(layer) is not None and model.has_positions(layer)
-        """Whether this layer may rotate with frequencies of its own, which layers with a window
-        share.
-        """
+        self._has_window_and_positions = model.window_of(layer) is not None and model.has_positions(
+            layer
+        )
+        """Whether this layer rotates by `SharedInputs.window_phases`, unless that is None."""
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
@@ -312,15 +312,19 @@ class LayerEncoding(Module):
         return state, inputs
 
     def to_attention(self, inputs: PositionInputs, shared: SharedInputs) -> PositionInputs:
-        """Return the encoding's inputs in the frequencies of this layer."""
-        if not self._turns_in_window or shared.window_phases is None:
+        """Return the encoding's inputs, converted to the frequencies of this layer."""
+        if not self._has_window_and_positions or shared.window_phases is None:
             return inputs
         return self.encoding.inputs_in_window(inputs, shared.window_phases)
 
     def from_attention(self, averaged: Tensor | None, shared: SharedInputs) -> Tensor | None:
-        """Return the state that attention averaged in the frequencies of the state."""
-        if not self._turns_in_window or shared.window_phases is None or averaged is None:
+        """Return the average of the state, converted from the frequencies of this layer to those of
+        the state.
+        """
+        if not self._has_window_and_positions or shared.window_phases is None:
             return averaged
+        if averaged is None:
+            return None
         return self.encoding.average_from_window(averaged, shared.window_phases)
 
     def _attention_parameters(self) -> Mapping[str, Tensor]:

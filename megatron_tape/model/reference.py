@@ -57,8 +57,8 @@ class ReferenceConfig:
     """How learned increments of positions are computed, if the weights contain any (see `forward`):
     `signed` for the linear form, any other value for the sigmoid."""
 
-    def in_window(self) -> "ReferenceConfig":
-        """Return the settings of the frequencies in layers with a window."""
+    def with_window_frequencies(self) -> "ReferenceConfig":
+        """Return the settings with the frequencies of layers with a window."""
         changes: dict[str, Any] = {}
         if self.rope_local_theta is not None:
             changes["rope_theta"] = self.rope_local_theta
@@ -204,11 +204,10 @@ def forward(
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
     # Layers with a window may have other frequencies. There, the state is multiplied by the ratio
     # of their phases to those of the other layers.
-    in_window = config.in_window()
-    window_phases = rope_phases(positions, rope_frequencies(in_window, D))
-    window_ratio = (
-        rotate(window_phases, conjugate(phases)) * attention_factor(in_window) / factor**2
-    )
+    window_config = config.with_window_frequencies()
+    window_factor = attention_factor(window_config)
+    window_phases = window_factor * rope_phases(positions, rope_frequencies(window_config, D))
+    window_ratio = rotate(window_phases, conjugate(phases)) / factor**2
     window_ratio = window_ratio.to(x.dtype)[..., None, :].expand(B, S, G, D)
     # In layers without positions, the temperature grows with the position in the document.
     index = torch.arange(S, device=x.device).expand(B, S)
@@ -257,7 +256,7 @@ def forward(
         window = config.sliding_window
         if config.full_attention_every and (layer + 1) % config.full_attention_every == 0:
             window = None
-        has_own_frequencies = window is not None and in_window != config
+        has_own_frequencies = window is not None and window_config != config
         state = z
         if has_own_frequencies:
             state = rotate(z, window_ratio)
@@ -277,11 +276,10 @@ def forward(
             window,
         ).split(D, dim=-1)
         if has_own_frequencies:
-            squared_modulus = (attention_factor(in_window) / factor) ** 2
-            u = (
-                rotate(u, conjugate(window_ratio).repeat_interleave(H // G, dim=2))
-                / squared_modulus
-            )
+            # Divide by the ratio.
+            squared_modulus = (window_factor / factor) ** 2
+            inverse_ratio = conjugate(window_ratio) / squared_modulus
+            u = rotate(u, inverse_ratio.repeat_interleave(H // G, dim=2))
         o = o.reshape(B, S, H * D)
         if "self_attn.gate_proj.weight" in w:
             o = o * torch.sigmoid(y @ w["self_attn.gate_proj.weight"].T)

@@ -354,8 +354,10 @@ class PositionEncoding:
         return inputs
 
     def average_from_window(self, averaged_SBhD: Tensor, phases: Tensor) -> Tensor:
-        """Return the average of the state that attention has computed in a layer with a window, in
-        the frequencies of the other layers.
+        """Return the average of the state, converted from the frequencies of a layer with a window,
+        in which attention computed it, to those of the state.
+
+        `phases` is the result of `window_phases`.
         """
         return averaged_SBhD
 

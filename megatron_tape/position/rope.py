@@ -140,7 +140,9 @@ class RotaryPosition(PositionEncoding):
             return "code"
         # A plain export is Llama, Mistral, Qwen2, Qwen3 or SmolLM3. These have no output gate, no
         # temperature, and one set of frequencies for all layers.
-        if model.attention_output_gate or model.temperature_scale or self.in_window is not None:
+        if model.attention_output_gate or model.temperature_scale:
+            return "code"
+        if self.with_window_frequencies is not None:
             return "code"
         # transformers' cache of a window of one token keeps all tokens instead of none.
         if model.sliding_window == 1:
@@ -155,7 +157,7 @@ class RotaryPosition(PositionEncoding):
     def check(self):
         """Raise ConfigError if no frequency rotates, or the scaling's bounds are not in order."""
         settings = self.settings
-        self._check_layer_types()
+        self._check_window_frequencies()
         dim = self.model.head_dim
         if settings.rope_share * dim // 2 < 1:
             raise ConfigError(
@@ -187,18 +189,18 @@ class RotaryPosition(PositionEncoding):
                 "raise model.position.rope_theta",
             )
 
-    def _check_layer_types(self) -> None:
-        """Raise ConfigError if layers with a window should have frequencies of their own, but there
-        are no such layers, no others, or no fixed positions.
+    def _check_window_frequencies(self) -> None:
+        """Raise ConfigError if layers with a window should have frequencies of their own, but all
+        layers have a window, none has one, or increments are learned.
         """
         settings = self.settings
         if settings.rope_local_theta is not None:
             setting = "model.position.rope_local_theta"
-            rule = f"{settings.rope_local_theta}"
+            value = f"{settings.rope_local_theta}"
             default = "null"
         elif settings.rope_scaling_layers == "full":
             setting = "model.position.rope_scaling_layers"
-            rule = "full"
+            value = "full"
             default = "all"
         else:
             return
@@ -206,13 +208,14 @@ class RotaryPosition(PositionEncoding):
         if self.model.full_attention_every is None:
             raise ConfigError(
                 (setting, "model.full_attention_every"),
-                f"is {rule}, but not all layers have a window and others do not",
-                f"set model.sliding_window and model.full_attention_every, or set it to {default}",
+                f"is {value}, which requires layers with a sliding window and layers without one",
+                f"set model.sliding_window and model.full_attention_every, or set {setting} to"
+                f" {default}",
             )
         if self.learns_increments:
             raise ConfigError(
                 (setting, "model.position.increments"),
-                f"is {rule}, which requires model.position.increments fixed, not"
+                f"is {value}, which requires model.position.increments fixed, not"
                 f" {settings.increments}",
                 f"set {setting} to {default}, or model.position.increments to fixed",
             )
@@ -258,10 +261,12 @@ class RotaryPosition(PositionEncoding):
         """Return the bytes per token of the result of `window_phases`, or 0 if layer `layer` (from
         0) does not use it. `width` is that of an element.
         """
-        has_window = self.model.window_of(layer) is not None
-        if self.in_window is None or not has_window or not self.model.has_positions(layer):
+        model = self.model
+        if self.with_window_frequencies is None:
             return 0
-        return self.model.head_dim * width
+        if model.window_of(layer) is None or not model.has_positions(layer):
+            return 0
+        return model.head_dim * width
 
     @property
     def position_bytes(self) -> int:
@@ -291,9 +296,9 @@ class RotaryPosition(PositionEncoding):
         return (all_tokens, batch, groups, self.model.head_dim), dtype
 
     @cached_property
-    def in_window(self) -> "RotaryPosition | None":
-        """This encoding with the frequencies of layers with a window, or None if they are the
-        same.
+    def with_window_frequencies(self) -> "RotaryPosition | None":
+        """This encoding with the frequencies of layers with a window, or None if these are the same
+        as in other layers.
         """
         settings = self.settings
         changes: dict[str, Any] = {}
@@ -305,14 +310,15 @@ class RotaryPosition(PositionEncoding):
             return None
         changed = copy.copy(self)
         changed.settings = replace(settings, **changes)
+        # The cached frequencies are those of the other layers.
         changed._constants = {}
         return changed
 
     def window_phases(self, positions_SB, dtype):
         """Return the phases times the attention factor, computed in float32."""
-        if self.in_window is None:
+        if self.with_window_frequencies is None:
             return None
-        return self.in_window.phases(positions_SB.float().unsqueeze(2)).to(dtype)
+        return self.with_window_frequencies.phases(positions_SB.float().unsqueeze(2)).to(dtype)
 
     def inputs_in_window(self, inputs, phases):
         """Return inputs that rotate by `phases`."""

@@ -35,8 +35,8 @@ class _SomeLayers:
         return "plain"
 
     def without_positions(self, layer: int) -> bool:
-        """Return whether layer `layer` (from 0) is skipped: every n-th layer, counted from 1."""
-        return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
+        """Return whether layer `layer` (from 0) is skipped."""
+        return not self.model.has_positions(layer)  # type: ignore[attr-defined]
 
     def parameters(self, layer):
         """Return no parameters for a skipped layer."""

@@ -327,10 +327,11 @@ class TapePosition(RotaryPosition):
         """
         from megatron_tape.ops.rotation import inverse, rotate
 
-        if self.in_window is None:
+        if self.with_window_frequencies is None:
             return None
         positions = positions_SB.float().unsqueeze(2)
-        return rotate(self.in_window.phases(positions), inverse(self.phases(positions)))
+        phases = self.with_window_frequencies.phases(positions)
+        return rotate(phases, inverse(self.phases(positions)))
 
     def inputs_in_window(self, inputs, phases):
         """Return inputs with the state times `phases`."""
