@@ -39,7 +39,7 @@ class AttentionInputs(PositionInputs):
 
     @property
     def documents(self) -> Visibility | None:
-        """`visibility` if the sequences consist of documents, else None."""
+        """`visibility` if the sequences consist of documents or segments, else None."""
         if self.visibility is None or self.visibility.documents_2BT is None:
             return None
         return self.visibility

@@ -41,8 +41,8 @@ class ShiftedSegments:
         documents: Visibility | None,
         unshifted_groups: int,
     ) -> "ShiftedSegments":
-        """Return the segments of a batch of token ids; segments also end where one of
-        the `documents` ends.
+        """Return the segments of a batch of token ids (B, T). They also end where one of the
+        `documents` ends.
 
         Raises ValueError if the sequences cannot be divided into half segments.
         """

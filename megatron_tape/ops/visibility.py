@@ -74,9 +74,9 @@ class Visibility:
     """Which tokens of a batch may attend to which, apart from the causal order, with a cache of
     derived masks that all layers share.
 
-    Tokens attend within their document and, with a window, only to near tokens. Both restrictions
-    are bounds that never decrease along a sequence, so kernels can skip what lies outside. Kernels
-    of libraries take documents and window apart.
+    Tokens attend within their document and, with a window, only to the last W tokens. Both are
+    bounds that never decrease along a sequence, so kernels can skip what lies outside. The kernels
+    of libraries take documents and window as separate arguments.
     """
 
     bounds_2BT: Tensor
@@ -84,7 +84,9 @@ class Visibility:
     the last one that may attend to it.
     """
     documents_2BT: Tensor | None
-    """The result of `document_bounds`; None if each sequence is one document."""
+    """The bounds of the documents alone (see `document_bounds`), or of segments; None if each
+    sequence is one document.
+    """
     window: int | None = None
     """The size W of the window: a token attends to itself and the W - 1 tokens before it. None if
     there is no window.

@@ -146,17 +146,18 @@ class _Tiles:
         if not all_attend_from_here:
             by_head.triu_(diagonal - self.window + 1)
 
-    def _band(self, like: Tensor, diagonal: int, windowed: bool) -> Tensor:
+    def _band(self, like: Tensor, diagonal: int, in_window: bool) -> Tensor:
         """Return a tile (rows, columns) that is zero where key - query <= diagonal, counted from
         the start of the tile, and minus infinity elsewhere.
 
-        If `windowed`, it is minus infinity outside the window, too. `like` is (..., rows, columns).
+        With `in_window`, it is minus infinity outside the window, too. `like` is (..., rows,
+        columns).
         """
-        key = (*like.shape[-2:], diagonal, windowed)
+        key = (*like.shape[-2:], diagonal, in_window)
         if key not in self._bands:
             hidden = like.new_full(like.shape[-2:], float("-inf"))
             band = hidden.triu(diagonal + 1)
-            if windowed:
+            if in_window:
                 band += hidden.tril(diagonal - self.window)
             self._bands[key] = band
         return self._bands[key]

@@ -263,10 +263,10 @@ def _backward_keys(
 
     VALUES stores the gradients of values to DVALUE (T, B, G, E), KEYS stores those of keys to DK
     (T, B, G, D), and QUERIES adds to those of queries, DQ (S, B, H, D) in fp32. DOUT (S, B, H, E)
-    is the gradient of the output, and DELTA the result of `_delta`. With BOUNDED, ENDS (B, T)
-    holds the token after the last one that may attend to each token. Q is (S, B, H, D), K (T, B, G,
-    D), VALUE (T, B, G, E) and LSE (B, H, S); the remaining arguments are those of `_forward`. The
-    grid is (blocks of BLOCK_T keys, B * G).
+    is the gradient of the output, and DELTA the result of `_delta`. With BOUNDED, ENDS (B, T) holds
+    the token after the last one that may attend to each token. Q is (S, B, H, D), K (T, B, G, D),
+    VALUE (T, B, G, E) and LSE (B, H, S); the remaining arguments are those of `_forward`. The grid
+    is (blocks of BLOCK_T keys, B * G).
 
     Scores have the shape (keys, queries), so that the products with p and ds need no transposed
     registers.
