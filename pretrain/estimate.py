@@ -183,12 +183,11 @@ def _rows(plan: Plan, estimated: Memory) -> Iterator[tuple[str, str]]:
     )
     yield "layout", layout
     yield "attention on a GPU, assumed", _attention(plan)
-    windowed = sum(map(plan.has_window, range(plan.model.num_layers)))
-    if windowed:
-        window = (
-            f"{plan.model.sliding_window:,} tokens in {windowed} of {plan.model.num_layers} layers"
-        )
-        yield "sliding window", window
+    layers = plan.model.num_layers
+    layers_with_window = sum(map(plan.window_hides_tokens, range(layers)))
+    if layers_with_window:
+        window = f"{plan.model.sliding_window:,} tokens"
+        yield "sliding window", f"{window} in {layers_with_window} of {layers} layers"
 
     yield "memory per GPU", f"{byte_size(estimated.peak):>10}"
     for attribute, name in COMPONENTS.items():

@@ -158,7 +158,7 @@ def _input_bytes(plan: Plan) -> int:
     window_phases = max((plan.costs[layer].window_phases for layer in layers), default=0)
 
     # One mask of the layers with a window, and one of the others.
-    masks = {plan.has_window(layer) for layer in layers if _needs_mask(plan, layer)}
+    masks = {plan.window_hides_tokens(layer) for layer in layers if _needs_mask(plan, layer)}
     mask_bytes = len(masks) * plan.batch.tokens * plan.model.seq_length * plan.width
     return token_ids + distinct_states * (state_bytes + window_phases) + mask_bytes
 
@@ -384,8 +384,8 @@ def _is_state_joined(plan: Plan, layer: int) -> bool:
 
 def averages_in_one_call(plan: Plan, layer: int) -> bool:
     """Return whether one call of a library averages values and position state as one tensor."""
-    is_divided = plan.is_masked(layer) or plan.extension.attention == "shifted_sparse"
-    if is_divided or not plan.encoding.averages_state(layer):
+    is_bounded = plan.is_masked(layer) or plan.extension.attention == "shifted_sparse"
+    if is_bounded or not plan.encoding.averages_state(layer):
         return False
     if plan.attention.backend == "flash_attn":
         return plan.model.head_dim in FLASH_ATTN_4_WIDE.get(plan.generation, ())

@@ -252,9 +252,9 @@ class Plan:
         """Return whether layer `layer` (from 0) hides earlier tokens: those of other packed
         documents, or those outside a sliding window.
         """
-        return self.config.data.reset_attention_mask or self.has_window(layer)
+        return self.config.data.reset_attention_mask or self.window_hides_tokens(layer)
 
-    def has_window(self, layer: int) -> bool:
+    def window_hides_tokens(self, layer: int) -> bool:
         """Return whether a sliding window hides tokens in layer `layer` (from 0)."""
         return self.model.needs_window and self.model.window_of(layer) is not None
 
