@@ -133,8 +133,8 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     - If the model is a run, `extension.from` in the result is the run's newest complete checkpoint,
       so that the configuration names exact weights.
     - `extension.context_factor` sets `model.seq_length` and `model.position.rope_scaling_factor`.
-      In the result it is null, so that a run that continues does not multiply them again. If
-      windows keep all distances as they are, as in layers of a fixed window, the scaling stays.
+      In the result it is null, so that a run that continues does not multiply them again. The
+      scaling stays if all layers with positions have a window that does not grow.
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
@@ -183,6 +183,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if "rope_scaling_factor" in inherited["position"]:
         layers = {key: model[key] for key in _LAYER_KEYS if key in model}
         unscaled = build(ModelConfig, merge(ModelConfig, inherited, layers), "model")
+        # Windows may keep the positions within attention in the trained range.
         position_factor = factor
         if unscaled.rotated_length <= base.model.rotated_length:
             position_factor = None
@@ -637,26 +638,28 @@ def _log_changed_layers(model: ModelConfig, base: Base) -> None:
     if not sentences:
         return
 
-    lengths = _lengths_of_changes(base.model, model)
-    effect = "outputs do not change"
-    if lengths:
-        effect = f"outputs change for texts of more than {min(lengths):,} tokens"
-    if 0 in lengths:
+    unchanged = _unchanged_length(base.model, model)
+    if unchanged is None:
+        effect = "outputs do not change"
+    elif unchanged == 0:
         effect = "outputs change"
+    else:
+        effect = f"outputs change for texts of more than {unchanged:,} tokens"
     command_line.log(f"{'; '.join(sentences)}: {effect}")
 
 
-def _lengths_of_changes(old: ModelConfig, new: ModelConfig) -> set[int]:
-    """Return the numbers of tokens beyond which windows, layers without positions, temperature and
-    frequencies make the outputs of `new` differ from those of `old`.
+def _unchanged_length(old: ModelConfig, new: ModelConfig) -> int | None:
+    """Return the number of tokens up to which texts have the same outputs in both models, as far as
+    windows, layers without positions, temperature and frequencies decide. None if all texts do.
     """
-    lengths = set()
+    # One number for each difference.
+    lengths = []
     for layer in range(new.num_layers):
         windows = {old.window_of(layer), new.window_of(layer)}
         if len(windows) > 1:
-            lengths.add(min(windows - {None}))
+            lengths.append(min(windows - {None}))
         if old.has_positions(layer) != new.has_positions(layer):
-            lengths.add(0)
+            lengths.append(0)
 
     temperatures = {
         (model.temperature_scale, model.temperature_floor_scale)
@@ -665,18 +668,18 @@ def _lengths_of_changes(old: ModelConfig, new: ModelConfig) -> set[int]:
     }
     if len(temperatures) > 1 or (old.temperature_scale > 0) != (new.temperature_scale > 0):
         # The factor of a text's last token differs from 1 first.
-        lengths.add(min(floor_scale for _, floor_scale in temperatures) - 1)
+        lengths.append(min(floor_scale for _, floor_scale in temperatures) - 1)
 
     # Where frequencies or positions change, outputs of all lengths do.
     if old.position_encoding in ENCODINGS[new.position_encoding].replaces:
-        lengths.add(0)
+        lengths.append(0)
     unscaled = _scaling_of(old) is None and _scaling_of(new) is None
     for key in _keys_of_position("rope"):
         was = getattr(old.position, key, None)
         differs = getattr(new.position, key, was) != was
         if differs and not (unscaled and key == "rope_scaling_layers"):
-            lengths.add(0)
-    return lengths
+            lengths.append(0)
+    return min(lengths, default=None)
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:
