@@ -247,7 +247,7 @@ def _from_transformers(path: Path, label: str | None, scaling: RopeScaling | Non
     suffix = ""
     if scaling is not None:
         suffix = f"-{scaling.name}"
-        length = scaling.scaled_export(settings, path).seq_length
+        length = scaling.scaled_transformers_model(settings, path).seq_length
 
     name = path.resolve().name
     info = ModelInfo(

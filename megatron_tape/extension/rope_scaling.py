@@ -55,7 +55,7 @@ class RopeScaling:
         # An extension chooses its own backend.
         return replace(result, attention_backend=model.attention_backend)
 
-    def scaled_export(self, settings: dict, path: Path) -> ModelConfig:
+    def scaled_transformers_model(self, settings: dict, path: Path) -> ModelConfig:
         """Return the settings of a model in transformers format with this scaling.
 
         `settings` are the contents of the `config.json` in the directory `path`. Raises ConfigError

@@ -64,7 +64,7 @@ def link_scaled(scaling: RopeScaling, source: Path, output: Path) -> None:
     ConfigError if the model cannot have the scaling.
     """
     settings = read_settings(source / _CONFIG)
-    scaled = scaling.scaled_export(settings, source)
+    scaled = scaling.scaled_transformers_model(settings, source)
     # Number of rows and dtype do not matter, since no key that depends on them is used.
     exported = huggingface_config(scaled, rows=scaled.vocab_size, dtype="fp32")
     changed = {key: exported[key] for key in _SCALED_KEYS if key in exported}

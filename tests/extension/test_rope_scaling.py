@@ -154,7 +154,7 @@ def test_a_config_json_that_is_not_understood_is_refused(tmp_path, changes, mess
     write_source(tmp_path / "source", "llama1")
     settings = read_settings(tmp_path / "source" / "config.json") | changes
     with pytest.raises(ConfigError, match=message) as error:
-        RopeScaling("yarn", 4.0).scaled_export(settings, tmp_path / "source")
+        RopeScaling("yarn", 4.0).scaled_transformers_model(settings, tmp_path / "source")
     assert error.value.key == "--rope-scaling"
 
 
