@@ -13,8 +13,9 @@ TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE h
 five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
 but not timed.
 
-With --window, each candidate is also timed in a sliding window of that size, in turn with the same
-candidate without it. A second table has the time without the window divided by that with it.
+With --window, each candidate is also timed with a sliding window of that size, in repetitions that
+alternate with those without it. A second table has both times, and the time without the window
+divided by that with it.
 """
 
 import argparse
@@ -120,7 +121,7 @@ def initial_phases(length: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device_here(), dtype)
 
 
-def in_window(window: int, length: int, batch: int) -> Visibility:
+def window_visibility(window: int, length: int, batch: int) -> Visibility:
     """Return the visibility of `batch` sequences of `length` tokens with a sliding window."""
     tokens = torch.zeros(batch, length, device=device_here())
     return Visibility.of_whole(tokens).with_window(window)
@@ -183,7 +184,7 @@ def naive_comparison(
     encoding, backend = name.split()
     options = {}
     if window is not None:
-        options["visibility"] = in_window(window, shape.length, batch=1)
+        options["visibility"] = window_visibility(window, shape.length, batch=1)
     candidate, naive = (
         functools.partial(attend, encoding, each, **options) for each in (backend, "naive")
     )
@@ -271,7 +272,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     tflop_per_product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     visibility = None
     if window is not None:
-        visibility = in_window(window, shape.length, batch)
+        visibility = window_visibility(window, shape.length, batch)
     for direction in DIRECTIONS:
         run_candidate = functools.partial(
             _run_candidate, tensors, output_grads, direction != "forward"

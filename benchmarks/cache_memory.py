@@ -25,16 +25,16 @@ from megatron_tape.huggingface.export.remote_code import write_code
 from megatron_tape.huggingface.export.to_transformers import huggingface_config, write_json
 from megatron_tape.position import encoding_of, model_config
 
-# By name: the settings of `model` in which the models differ.
 MODELS: dict[str, dict] = {
     "rope": {"position_encoding": "rope"},
     "swan": {"position_encoding": "rope", "layers_without_positions": 4},
     "tape": {"position_encoding": "tape"},
 }
+"""The settings of `model` in which the models differ, by name."""
 GENERATED = 16
 """Tokens that are generated after the prompt."""
 TOY = {"length": 96, "window": 16, "chunk": 32}
-"""The options of --toy."""
+"""Options that --toy sets."""
 
 
 def build(name: str, window: int | None, arguments: argparse.Namespace) -> PreTrainedModel:
