@@ -341,8 +341,8 @@ def _in_transformers_format(
 ) -> Iterator[Path]:
     """Yield a directory with the model in a format that transformers can load.
 
-    A checkpoint, or a model with other positions, is exported to a temporary directory in `output`.
-    All ranks can read it there.
+    A checkpoint, or a model with scaled positions, is exported to a temporary directory in
+    `output`. All ranks can read it there.
     """
     if not model_source.needs_export:
         yield model_source.path

@@ -97,7 +97,7 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
 def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
     """Yield a directory with the model in transformers' format.
 
-    A checkpoint, or a model with other positions, is exported to a temporary directory.
+    A checkpoint, or a model with scaled positions, is exported to a temporary directory.
     """
     if not source.needs_export:
         yield source.path

@@ -76,12 +76,14 @@ def test_a_default_spelled_out_is_not_a_difference():
     ]
 
 
-WINDOW_KEYS = ("sliding_window", "full_attention_every", "temperature_scale")
-
-
 def test_a_checkpoint_from_before_windows_continues_without_one(monkeypatch):
     saved = {"model": as_dict(make().model)}
-    for key in (*WINDOW_KEYS, "temperature_floor_scale"):
+    for key in (
+        "sliding_window",
+        "full_attention_every",
+        "temperature_scale",
+        "temperature_floor_scale",
+    ):
         del saved["model"][key]
     for key in ("rope_scaling_layers", "rope_local_theta"):
         del saved["model"]["position"][key]
