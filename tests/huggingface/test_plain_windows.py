@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from exported_models import PLAIN_ROPE, make
-from models import YARN, random_tokens, small_model
+from models import YARN, build, random_tokens, small_model
 from test_exported_models import GREEDY, in_parts
 from torch.testing import assert_close
 
@@ -114,8 +114,6 @@ def test_an_export_hides_tokens_beyond_the_window(windowed, name):
 
 def without_window(made, model):
     """Return the training model with the weights of `made` and the settings `model`."""
-    from models import build
-
     built, _ = build(model)
     built.load_state_dict(made.built.state_dict())
     return built.eval()

@@ -126,7 +126,8 @@ def test_results_with_and_without_scaling_are_kept_apart(models, tmp_path, capsy
         assert len({source.default_output for source in sources}) == 4
         assert len({source.info.label for source in sources}) == 4
     # pretrain.compare reads the last of these directories as the result of a run.
-    (plain,) = [path for path in (find_model("run").default_output,) if path.match("step-*")]
+    plain = find_model("run").default_output
+    assert plain.match("step-*")
     scaled = find_model("run", scaling=factors[1]).default_output
     assert scaled.parent == plain.parent == run / "evaluation"
     assert not scaled.match("step-*")

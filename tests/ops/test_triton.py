@@ -447,6 +447,7 @@ def test_tiles_outside_of_all_windows_are_skipped(monkeypatch, backend):
     monkeypatch.setattr(tiled, "KEYS", 32)
     length = 330
     inputs = [draw(length, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
+    output_grads = [draw(length, 1, 4, 32, dtype=FP32, seed=8 + i).detach() for i in range(2)]
     visibility = Visibility.of_whole(torch.zeros(1, length, device=DEVICE)).with_window(40)
 
     def results(poisoned):
@@ -457,10 +458,9 @@ def test_tiles_outside_of_all_windows_are_skipped(monkeypatch, backend):
         outputs = attention(
             *leaves, average_state=True, visibility=visibility, backend=backend, rotate=False
         )
-        torch.autograd.backward(outputs, [x.detach() for x in attention_grads])
+        torch.autograd.backward(outputs, output_grads)
         return [*outputs, *(leaf.grad for leaf in leaves)]
 
-    attention_grads = [draw(length, 1, 4, 32, dtype=FP32, seed=8 + i) for i in range(2)]
     clean = results(slice(0, 0))
     # Tokens from 128 on do not see the first 64, nor the tiles that these are in. Tokens before 224
     # are not seen from 288 on.
