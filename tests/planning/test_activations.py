@@ -145,6 +145,25 @@ def test_saved_activations_with_flash_attention_4_equal_the_estimate(
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_saved_activations_of_windows_with_flash_attention_4_equal_the_estimate(
+    flash_attn_4, fused_kernels, groups, recompute
+):
+    """Only the full layers average values and position state in one call."""
+    model = small_model(
+        sliding_window=5,
+        full_attention_every=2,
+        num_layers=4,
+        num_query_groups=groups,
+        kv_channels=64,
+        attention_backend="flash_attn",
+    )
+    built, _ = build(model, recompute=recompute, dtype=torch.bfloat16, fused=fused_kernels)
+    saved = saved_bytes(built, model)
+    assert on_cpu(model, 2, "bf16", recompute) == pytest.approx(saved, rel=0.004)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("groups", [4, 2])
