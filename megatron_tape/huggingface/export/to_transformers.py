@@ -257,10 +257,10 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     if model_type != "llama":
         config |= _window_settings(model, model_type)
     if model_type == "smollm3":
+        # If all layers have RoPE, the interval is longer than the model.
+        config["no_rope_layer_interval"] = model.layers_without_positions or model.num_layers + 1
+        # In spite of its name, this list has 1 for each layer with RoPE.
         layers = range(model.num_layers)
-        # In spite of its name, `no_rope_layers` has 1 for each layer with RoPE. If all layers have
-        # it, the interval is longer than the model.
-        config["no_rope_layer_interval"] = model.layers_without_positions or len(layers) + 1
         config["no_rope_layers"] = [int(model.has_positions(layer)) for layer in layers]
     return config
 
@@ -286,7 +286,7 @@ def _rope_architecture(model: ModelConfig) -> tuple[str, str]:
         return "Qwen2", "qwen2"
     if model.qk_norm:
         return "Qwen3", "qwen3"
-    # Of the architectures with Llama's layers, SmolLM3 has a window only in some.
+    # Of the architectures with Llama's layers, only SmolLM3 can have a window in some of them.
     if model.full_attention_every is not None:
         return "SmolLM3", "smollm3"
     # Llama has no window, and requires that the number of heads divides the hidden size. Mistral is
@@ -308,9 +308,9 @@ def _window_settings(model: ModelConfig, model_type: str) -> dict:
         "layer_types": layer_types(model),
     }
     if model_type != "smollm3":
-        # In Qwen's models without `layer_types`, this many layers at the beginning attend to all
-        # tokens. vLLM ignores `layer_types`, but refuses different types, unless this is the number
-        # of all layers.
+        # The number of layers at the beginning without a window, for programs that do not read
+        # `layer_types`. vLLM does not obey that list: it refuses Qwen's models whose layers differ,
+        # unless this is the number of all layers.
         settings["max_window_layers"] = 0
     return settings
 

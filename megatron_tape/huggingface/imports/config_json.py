@@ -286,9 +286,11 @@ def _windows(settings: dict, path: Path) -> dict[str, int]:
     UserError if the layers without a window are not every n-th one.
     """
     # Qwen's settings contain the size of a window even if it is disabled.
-    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
-    key, windowed = _windowed_layers(settings, path, window is not None)
-    if not any(windowed):
+    window = None
+    if settings["use_sliding_window"]:
+        window = settings.get("sliding_window")
+    key, with_window = _layers_with_window(settings, path, has_size=window is not None)
+    if not any(with_window):
         return {}
     if window is None:
         raise cannot_import(
@@ -300,7 +302,7 @@ def _windows(settings: dict, path: Path) -> dict[str, int]:
             "no size of a window is set",
         )
 
-    interval = _interval(windowed)
+    interval = _interval(with_window)
     if interval < 2:
         raise cannot_import(
             settings,
@@ -309,15 +311,16 @@ def _windows(settings: dict, path: Path) -> dict[str, int]:
             "windows in all layers, or in all except the layers n, 2n, 3n, ...",
             _EVERY_NTH,
         )
-    if interval > len(windowed):
+    if interval > len(with_window):
         return {"sliding_window": window}
     return {"sliding_window": window, "full_attention_every": interval}
 
 
-def _windowed_layers(settings: dict, path: Path, has_window: bool) -> tuple[str, list[bool]]:
-    """Return whether each layer has a sliding window, and the key in config.json that says so.
+def _layers_with_window(settings: dict, path: Path, has_size: bool) -> tuple[str, list[bool]]:
+    """Return the key in config.json that says which layers have a sliding window, and for each
+    layer whether it has one.
 
-    `has_window` says whether the size of a window is set. Raises UserError for a list of other
+    `has_size` says whether the size of the window is set. Raises UserError for a list of other
     types or another length.
     """
     model_type = settings["model_type"]
@@ -325,25 +328,26 @@ def _windowed_layers(settings: dict, path: Path, has_window: bool) -> tuple[str,
     types = settings.get("layer_types")
     if types is not None:
         # transformers reads a Mistral with this list as a Ministral, which obeys it.
-        windowed = [layer_type == "sliding_attention" for layer_type in types]
+        with_window = [layer_type == "sliding_attention" for layer_type in types]
         is_known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
         # Phi-3 ignores the list.
-        if not is_known or (model_type == PHI3 and windowed != [has_window] * layers):
+        is_ignored = model_type == PHI3 and with_window != [has_size] * layers
+        if not is_known or is_ignored:
             accepted = f"full_attention or sliding_attention for each of {layers} layers"
             if model_type == PHI3:
                 accepted += ", the same for all"
             raise cannot_import(settings, path, "layer_types", accepted)
-        return "layer_types", windowed
+        return "layer_types", with_window
 
     if model_type in ("qwen2", "qwen3"):
         num_full = settings["max_window_layers"]
-        return "max_window_layers", [has_window and layer >= num_full for layer in range(layers)]
+        return "max_window_layers", [has_size and layer >= num_full for layer in range(layers)]
     if model_type == "smollm3":
         # By default, the layers without RoPE have the window.
         interval = _layers_without_positions(settings, path) or layers + 1
         numbers = range(1, layers + 1)
-        return "layer_types", [has_window and number % interval == 0 for number in numbers]
-    return "sliding_window", [has_window] * layers
+        return "layer_types", [has_size and number % interval == 0 for number in numbers]
+    return "sliding_window", [has_size] * layers
 
 
 def _interval(marks: list) -> int:

@@ -1,8 +1,8 @@
-"""Attention within sliding windows, and with scores changed by a positional encoding (a bias,
-forget gates or rescored rows), in plain torch.
+"""Attention in plain torch: within sliding windows, and with scores changed by a positional
+encoding (a bias, forget gates or rescored rows).
 
-A layer with a window may keep only the last tokens in its cache. Axes: B batch, S new tokens, T
-tokens with keys (the last S of them are the new tokens), H query heads, G key/value heads, D head
+Axes: B batch, S new tokens, T tokens with keys (the last S of them are the new tokens; the cache of
+a layer with a window may have dropped earlier ones), H query heads, G key/value heads, D head
 dimension, E size of the values, r queries of a block, t keys of a block.
 """
 
@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from .attention_tape import attend
 
 ROWS = 128
-"""Queries per block, at least."""
+"""Queries per block. Without changes of scores, a block has as many queries as the window has
+tokens if that is more.
+"""
 
 
 def under_autocast(x: Tensor) -> bool:
@@ -59,7 +61,7 @@ def attend_in_window(
     if window is None or window >= T:
         return attend(module, query, key, value, attention_mask, **kwargs)
 
-    # Attention weights are those of all queries and keys.
+    # The attention weights of all queries and keys have S x T elements, so they need one block.
     with_weights = module.config._attn_implementation == "eager"
     queries_per_block = S if with_weights else max(ROWS, window)
     weights = None

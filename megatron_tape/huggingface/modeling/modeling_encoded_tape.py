@@ -282,20 +282,22 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             return x.to(dtype).transpose(0, 1)
 
         # Layers with a window may rotate with frequencies of their own.
-        turns_in_window = window_phases is not None and self.has_window and self.has_positions
+        has_own_frequencies = window_phases is not None and self.has_window and self.has_positions
+        if self.has_positions:
+            temperature = None
         with without_autocast(hidden_states):
             x = for_encoding(normed_states)
             state = encoding.enter(layer, parameters, state, x, token_cache)
             positions = encoding.position_inputs(layer, parameters, state, x, token_cache)
             in_attention = positions
-            if turns_in_window:
+            if has_own_frequencies:
                 in_attention = encoding.inputs_in_window(positions, window_phases)
         attention_output, averaged, weights = self.self_attn(
             normed_states,
             in_attention,
             attention_mask,
             cache,
-            temperature=None if self.has_positions else temperature,
+            temperature=temperature,
             **kwargs,
         )
         hidden_states = hidden_states + attention_output
@@ -307,7 +309,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
                 # Under autocast, attention returns another dtype.
                 averaged = averaged.to(dtype)
             with without_autocast(hidden_states):
-                if turns_in_window and averaged is not None:
+                if has_own_frequencies and averaged is not None:
                     averaged = encoding.average_from_window(averaged, window_phases)
                 state = encoding.next_state(
                     layer,

@@ -207,7 +207,8 @@ class TapeModel(TapePreTrainedModel):
         # A float64 model would lose precision with a float32 state.
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
             phases = phases.to(hidden_states.dtype)
-        return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1), {}
+        state = phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
+        return hidden_states, state, {}
 
     @can_return_tuple
     def forward(
