@@ -53,6 +53,13 @@ EveryNth = Annotated[int, Field(ge=2, le=10_000)]
 """n, where a setting applies to every n-th layer."""
 
 
+def _is_nth(layer: int, n: int | None) -> bool:
+    """Return whether layer `layer` (from 0) is one of the layers n, 2n, ..., counted from 1; False
+    if n is None.
+    """
+    return n is not None and (layer + 1) % n == 0
+
+
 def _known_encoding(name: str) -> str:
     """Return the name of a positional encoding unchanged. Raises UserError if it is unknown."""
     if name not in ENCODINGS:
@@ -157,15 +164,13 @@ class ModelConfig:
 
     def has_positions(self, layer: int) -> bool:
         """Return whether layer `layer` (from 0) uses the positional encoding."""
-        return (
-            self.layers_without_positions is None or (layer + 1) % self.layers_without_positions > 0
-        )
+        return not _is_nth(layer, self.layers_without_positions)
 
     def window_of(self, layer: int) -> int | None:
         """Return the size W of the window of layer `layer` (from 0), or None if it attends to all
         earlier tokens.
         """
-        if self.full_attention_every is not None and (layer + 1) % self.full_attention_every == 0:
+        if _is_nth(layer, self.full_attention_every):
             return None
         return self.sliding_window
 
@@ -191,8 +196,10 @@ class ModelConfig:
         the whole sequence, of the layers with positions. 0 without such layers.
         """
         lengths = [0]
-        for layer in filter(self.has_positions, range(self.num_layers)):
-            lengths.append(min(self.window_of(layer) or self.seq_length, self.seq_length))
+        for layer in range(self.num_layers):
+            if self.has_positions(layer):
+                window = self.window_of(layer) or self.seq_length
+                lengths.append(min(window, self.seq_length))
         return max(lengths)
 
     @property
