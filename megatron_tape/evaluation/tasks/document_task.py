@@ -3,7 +3,8 @@
 `DocumentTask` reads the documents. `WindowTask` chooses the scored tokens and the windows around
 them: the scored tokens of a document depend only on the longest context length, so they are the
 same at all lengths. At each length, a token is scored in exactly one window, in which at least
-three quarters of the context precede it.
+three quarters of the context precede it. Such a window is a part of a document that the model
+reads at once; it has nothing to do with the sliding window of attention.
 """
 
 import hashlib
