@@ -340,9 +340,10 @@ class PositionEncoding:
     # Computation.
 
     def window_phases(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the phases of layers with a window, (S, B or 1, 1, D), if these layers rotate with
-        other frequencies than the state does; otherwise None.
+        """Return what the state needs in layers with a window, (S, B or 1, 1, D), if they have
+        frequencies of their own; otherwise None.
 
+        RoPE returns the phases of these layers, TAPE their ratio to those of the other layers.
         `positions_SB` is as in `initial_state`.
         """
         return None
