@@ -181,13 +181,14 @@ class RotaryPosition(PositionEncoding):
                 f"set it below model.position.{upper}",
             )
         # yarn divides by the logarithm of the base.
-        if settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1:
-            raise ConfigError(
-                ("model.position.rope_theta", "model.position.rope_scaling_type"),
-                f"{settings.rope_theta} is not above 1, which model.position.rope_scaling_type yarn"
-                " requires",
-                "raise model.position.rope_theta",
-            )
+        for key in ("rope_theta", "rope_local_theta"):
+            theta = getattr(settings, key)
+            if settings.rope_scaling_type == "yarn" and theta is not None and theta <= 1:
+                raise ConfigError(
+                    (f"model.position.{key}", "model.position.rope_scaling_type"),
+                    f"{theta} is not above 1, which model.position.rope_scaling_type yarn requires",
+                    f"raise model.position.{key}",
+                )
 
     def _check_window_frequencies(self) -> None:
         """Raise ConfigError if layers with a window should have frequencies of their own, but all
@@ -306,10 +307,11 @@ class RotaryPosition(PositionEncoding):
             changes["rope_theta"] = settings.rope_local_theta
         if settings.rope_scaling_layers == "full":
             changes |= {"rope_scaling_type": "linear", "rope_scaling_factor": 1.0}
-        if not changes:
+        changed_settings = replace(settings, **changes)
+        if changed_settings == settings:
             return None
         changed = copy.copy(self)
-        changed.settings = replace(settings, **changes)
+        changed.settings = changed_settings
         # The cached frequencies are those of the other layers.
         changed._constants = {}
         return changed

@@ -138,6 +138,10 @@ def test_incompatible_layouts_are_refused(processes, key, options):
         ("model.position.rope_beta_fast", f"{YARN} model.position.rope_beta_fast=1.0e+308"),
         ("model.position.rope_beta_slow", f"{YARN} model.position.rope_beta_slow=32.0"),
         ("model.position.rope_theta", f"{YARN} model.position.rope_theta=1.0"),
+        (
+            "model.position.rope_local_theta",
+            f"{YARN} {WINDOW} model.position.rope_local_theta=1.0",
+        ),
         ("model.position.rope_share", "model.position.rope_share=0.01"),
         ("model.layers_without_positions", "model.layers_without_positions=100"),
         ("model.temperature_scale", "model.temperature_scale=0.1"),

@@ -192,6 +192,18 @@ def test_shifting_positions_changes_no_logit(variant):
     assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("encoding", ["rope", "tape"])
+@pytest.mark.parametrize("same", [{"rope_scaling_layers": "full"}, {"rope_local_theta": 1e4}])
+def test_equal_frequencies_in_layers_with_a_window_change_no_bit(encoding, same):
+    """Until an extension scales the full layers, all layers have the same frequencies."""
+    ids = random_tokens()
+    changes = WINDOWS["tape_window"] | {"position_encoding": encoding}
+    expected, _ = build(small_model(**changes))
+    built, _ = build(small_model(**changes, **same))
+    assert torch.equal(built(ids), expected(ids))
+    assert built.encoding.exports_to == expected.encoding.exports_to
+
+
 def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
     ids = random_tokens(seed=1)
     labels = random_tokens(seed=2)
