@@ -52,6 +52,13 @@ class RopeScaling:
             validate_model(result)
         except ConfigError as error:
             raise self._error_about_options(error, model, path) from None
+        if result.rotated_length <= model.rotated_length:
+            raise ConfigError(
+                OPTION,
+                f"has no effect on {path}: also in contexts of {result.seq_length} tokens, its"
+                f" layers with positions attend to at most {result.rotated_length} tokens",
+                _OMIT,
+            )
         # An extension chooses its own backend.
         return replace(result, attention_backend=model.attention_backend)
 

@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 from extension.test_scaling import MODELS, base_of, extended_model
 from huggingface.test_import import FAMILY, LLAMA3, PARTIAL, write_source
-from models import WINDOWS, small_model
+from models import WINDOWS, YARN, small_model
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError
@@ -60,6 +60,17 @@ def test_layers_with_a_window_keep_their_own_frequencies(name):
             assert getattr(scaled.position, key) == getattr(model.position, key)
     assert scaled.position.rope_scaling_factor == 2 * model.position.rope_scaling_factor
     assert (scaled.sliding_window, scaled.seq_length) == (model.sliding_window, 32)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.parametrize("name", ["rope_window", "swan", "tape_swan"])
+def test_a_model_in_which_no_distance_becomes_longer_is_refused(name, kind):
+    """Otherwise its scaling would get another type, but keep its factor."""
+    model = small_model(**WINDOWS[name] | YARN)
+    message = f"contexts of 32 tokens, .* at most {model.sliding_window} tokens; omit"
+    with pytest.raises(ConfigError, match=message) as error:
+        RopeScaling(kind, 2.0).scaled(model, "somewhere")
+    assert error.value.key == "--rope-scaling"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if not kind.startswith("phi3")])
