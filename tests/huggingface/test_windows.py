@@ -11,7 +11,7 @@ from models import WINDOWS, random_tokens
 from test_exported_models import GREEDY, in_parts
 from torch.testing import assert_close
 from toy_encodings import registered
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 # Sums of many gates are rounded differently.
@@ -153,7 +153,7 @@ def test_packs_and_masks(windowed, label):
     found = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False).logits
     assert_close(found, packed, **close(label))
     # With a cache, a mask has columns for all tokens, also for those that were dropped.
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     logits = [
         model(
             ids[:, part],
@@ -234,6 +234,76 @@ def test_tokens_can_be_removed_while_those_before_them_are_kept(windowed, label)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "tape", "tape_one", "rope_all", "path"])
+def test_a_cache_without_the_configuration_keeps_all_tokens(windowed, label):
+    """transformers does not call `activate_past_recording` of layers that do not exist yet."""
+    made = windowed(label)
+    model = made.loaded
+    ids = random_tokens(2, 24)
+    whole = made.built(ids)
+    _, cache = in_parts(model, ids[:, :20], [13, 1, 6], DynamicCache())
+    assert [layer.keys.shape[2] for layer in cache.layers] == [20] * len(cache.layers)
+    cache.crop(-9)
+    found, _ = in_parts(model, ids[:, 11:], [1, 12], cache)
+    assert_close(found, whole[:, 11:], **close(label))
+
+    ids = random_tokens(1, 12)
+    options = dict(attention_mask=torch.ones_like(ids), **(GREEDY | {"max_new_tokens": 12}))
+    greedy = model.generate(ids, use_cache=False, **options)
+    options |= dict(prompt_lookup_num_tokens=3, past_key_values=DynamicCache())
+    assert torch.equal(model.generate(ids, **options), greedy)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "tape", "swan", "rope_all"])
+def test_an_early_exit_with_a_cache_equals_one_without(windowed, label):
+    """Also if all layers before the exit have a window, and the cache was created for all layers,
+    as some versions of transformers do.
+    """
+    model = copy.deepcopy(windowed(label).loaded)
+    ids = random_tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for depth in (1, 2):
+        cache = DynamicCache(config=model.config)
+        model.config.num_hidden_layers = depth
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        logits = [
+            model(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache).logits
+            for part in (slice(0, 4), slice(4, 11), slice(11, 12), slice(12, 24))
+        ]
+        assert_close(torch.cat(logits, 1)[:, 3:], expected[:, 3:], **close(label))
+        model.config.num_hidden_layers = len(model.model.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", ["fox", "tape_local_theta", "path"])
+def test_the_window_of_a_loaded_model_can_be_changed(windowed, label):
+    model = copy.deepcopy(windowed(label).loaded)
+    ids = random_tokens(2, 24)
+    before = model(ids, use_cache=False).logits
+    model.config.sliding_window = 9
+    expected = model(ids, use_cache=False).logits
+    assert not torch.allclose(expected, before)
+    for layer in window_layers(windowed(label), model(ids).past_key_values):
+        assert layer.keys.shape[2] == (24 if label == "path" else 8)
+    assert_close(in_parts(model, ids, [3, 17, 1, 3])[0], expected, **close(label))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 5}])
+def test_a_model_with_fewer_layers_can_be_saved(settings, tmp_path):
+    """transformers compares the number of layers with `layer_types`."""
+    made = make(tmp_path, "alibi", **settings)
+    options = {"trust_remote_code": True, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_pretrained(made.directory, **options).eval()
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    ids = random_tokens()
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("label", ["fox", "tape", "tape_one", "tape_all", "path", "swan"])
 def test_beam_search_and_assisted_generation_equal_generation_without_a_cache(windowed, label):
     model = windowed(label).loaded
@@ -273,8 +343,7 @@ def test_a_window_of_all_tokens_gives_the_bits_of_no_window(windowed):
         ids = random_tokens(2, 20)
         found = {}
         for window in (None, 20, 19):
-            for layer in model.model.layers:
-                layer.self_attn.window = window
+            model.config.sliding_window = window
             found[window] = model(ids, use_cache=False).logits
         assert torch.equal(found[20], found[None])
         assert not torch.equal(found[19], found[None])
@@ -288,8 +357,10 @@ def test_configurations_are_checked(windowed):
     assert [config.has_positions(i) for i in range(4)] == [True, False, True, False]
     kind = type(config)
     sizes = {"num_hidden_layers": 2}
-    assert kind(**sizes).layer_types == ["full_attention"] * 2
-    assert kind(sliding_window=4, **sizes).layer_types == ["sliding_attention"] * 2
+    assert kind(**sizes).window_of(1) is None
+    assert kind(sliding_window=4, **sizes).window_of(1) == 4
+    with pytest.raises(ValueError, match="sliding_window is 0; give at least 1"):
+        kind(sliding_window=0, **sizes)
     for types in (["sliding_attention"], ["sliding_attention", "chunked_attention"]):
         with pytest.raises(ValueError, match="layer_types"):
             kind(sliding_window=4, layer_types=types, **sizes)

@@ -215,13 +215,15 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """
     encoding = encoding_of(model)
     if encoding.exports_to == "code":
+        # With the same type in all layers, the size of the window is enough.
+        types = layer_types(model) if model.full_attention_every is not None else None
         return _shared_config("Encoded", "encoded_tape", model, rows, dtype) | {
             "auto_map": ENCODED_AUTO_MAP,
             "qk_norm": model.qk_norm,
             "attention_output_gate": model.attention_output_gate,
             "layers_without_positions": model.layers_without_positions,
             "sliding_window": model.sliding_window,
-            "layer_types": layer_types(model),
+            "layer_types": types,
             "temperature_scale": model.temperature_scale,
             "temperature_floor_scale": model.temperature_floor_scale,
             "position_encoding": encoding.name,

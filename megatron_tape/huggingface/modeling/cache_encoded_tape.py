@@ -229,18 +229,23 @@ def use_encoded_layers(cache: Cache | None, windows: list[int | None]) -> None:
     """Replace the first layers of a cache by `EncodedLayer`s, in place.
 
     `windows` has an entry for each of these layers: the size of the window of a layer that keeps
-    only the tokens in it, or None for a layer that keeps all tokens. `check_cache` must have
-    accepted the cache. Raises RuntimeError if the layers have different numbers of tokens.
+    only the tokens in it, or None for a layer that keeps all tokens. A cache that was created
+    without the model's configuration keeps all tokens, so that any of them can be removed. Empty
+    layers after these are dropped. `check_cache` must have accepted the cache. Raises RuntimeError
+    if the layers have different numbers of tokens.
     """
     if cache is None:
         return
     # A DynamicCache may create its layers only when they are first updated.
     cache.layers.extend(DynamicLayer() for _ in windows[len(cache.layers) :])
+    # An early exit does not use the last layers, but transformers may derive the mask from them.
+    if not any(layer.get_seq_length() for layer in cache.layers[len(windows) :]):
+        del cache.layers[len(windows) :]
     for i, window in enumerate(windows):
         replaced = cache.layers[i]
         if isinstance(replaced, EncodedLayer):
             continue
-        if window is None:
+        if window is None or not replaced.is_sliding:
             cache.layers[i] = EncodedLayer()
         else:
             cache.layers[i] = WindowLayer(window)

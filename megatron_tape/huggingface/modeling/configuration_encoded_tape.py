@@ -53,9 +53,12 @@ class EncodedConfig(DecoderConfig):
         self.temperature_floor_scale = temperature_floor_scale
         super().__init__(**kwargs)
 
+        # Without a list, a user can change the number of layers and save the configuration.
+        self.layer_types = layer_types
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window is {sliding_window}; give at least 1, or None")
         if layer_types is None:
-            layer_type = FULL if sliding_window is None else SLIDING
-            layer_types = [layer_type] * self.num_hidden_layers
+            return
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(layer_types)} entries, but there are"
@@ -63,15 +66,14 @@ class EncodedConfig(DecoderConfig):
             )
         if unknown := set(layer_types) - {SLIDING, FULL}:
             raise ValueError(f"layer_types has {min(unknown)!r}; choose {SLIDING} or {FULL}")
-        if SLIDING in layer_types and not sliding_window:
-            raise ValueError(f"layer_types has {SLIDING}, but sliding_window is {sliding_window}")
-        self.layer_types = layer_types
+        if SLIDING in layer_types and sliding_window is None:
+            raise ValueError(f"layer_types has {SLIDING}, but sliding_window is None")
 
     def window_of(self, layer: int) -> int | None:
         """Return the size of the window of layer `layer` (from 0), or None if it attends to all
         earlier tokens.
         """
-        if self.layer_types[layer] == SLIDING:
+        if self.layer_types is None or self.layer_types[layer] == SLIDING:
             return self.sliding_window
         return None
 

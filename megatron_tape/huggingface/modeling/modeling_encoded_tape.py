@@ -151,7 +151,6 @@ class EncodedAttention(TapeAttention):
 
     def __init__(self, config: EncodedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.window = config.window_of(layer_idx)
         if config.attention_output_gate:
             self.gate_proj = nn.Linear(
                 config.hidden_size, config.num_attention_heads * config.head_dim, bias=False
@@ -195,12 +194,14 @@ class EncodedAttention(TapeAttention):
             )
             num_tokens = cache.get_seq_length(self.layer_idx)
 
+        # Read here, since a user may change the window of a loaded model.
+        window = self.config.window_of(self.layer_idx)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Without changes of scores, transformers' attention functions can be used.
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
             kwargs |= {"dropout": dropout, "scaling": self.scaling}
             averages, weights = attend_in_window(
-                self, query, key, value, attention_mask, self.window, **kwargs
+                self, query, key, value, attention_mask, window, **kwargs
             )
         else:
             is_eager = self.config._attn_implementation == "eager"
@@ -213,7 +214,7 @@ class EncodedAttention(TapeAttention):
                     positions,
                     dropout,
                     with_weights=is_eager,
-                    window=self.window,
+                    window=window,
                     # A layer with a window may have dropped the keys of these tokens.
                     earlier_tokens=num_tokens - key.shape[2],
                 )
@@ -359,11 +360,6 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         self.encoding = make_encoding(config)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList([EncodedDecoderLayer(config, i, self.encoding) for i in layers])
-        # For each layer, the window to which its cache is limited, or None.
-        self.cached_windows = [config.window_of(i) for i in layers]
-        # Such encodings compute the scores of all keys, so that all must be cached.
-        if self.encoding.needs & {SCORES, REFLECTIONS}:
-            self.cached_windows = [None] * config.num_hidden_layers
 
     def check_cached(self, length: int) -> None:
         """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length`
@@ -384,7 +380,13 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
     def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
         """Make `cache` able to store the encoding's tensors, and check its new length."""
-        use_encoded_layers(cache, self.cached_windows[: self.config.num_hidden_layers])
+        depth = min(self.config.num_hidden_layers, len(self.layers))
+        # For each layer, the window to which its cache is limited, or None.
+        windows = [self.config.window_of(i) for i in range(depth)]
+        # Such encodings compute the scores of all keys, so that all must be cached.
+        if self.encoding.needs & {SCORES, REFLECTIONS}:
+            windows = [None] * depth
+        use_encoded_layers(cache, windows)
         if cache is not None and (past_length := cache.get_seq_length()) > 0:
             self.check_cached(past_length + hidden_states.shape[1])
 
