@@ -103,6 +103,8 @@ MANY = {
         "--train.global_batch_size=16",
     ],
     "windows_of_packed_documents": [*WINDOWS, FOUR_LAYERS, *PACKED],
+    # Layers share the mask of a window, and the recomputed ones refer to it.
+    "windows_recomputed": [*WINDOWS, FOUR_LAYERS, FULL],
     "windows_and_context": [*WINDOWS, FOUR_LAYERS, *CONTEXT],
     "swan": [
         *WINDOWS,

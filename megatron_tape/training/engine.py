@@ -376,6 +376,9 @@ class Engine:
                 self._loss_sum += loss.detach()
             with self.clock.phase(BACKWARD):
                 self.deepspeed_engine.backward(_nan_unless_finite(loss))
+            # The graph of the loss refers to recomputed layers and so to the masks of their
+            # attention, which the next forward pass would keep in addition to its own.
+            del loss
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._finish_gradients()
             with self.clock.phase(OPTIMIZER):
