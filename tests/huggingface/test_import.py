@@ -356,6 +356,7 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("qwen3", WIDE | {"layer_types": [FULL, SLIDING, SLIDING]}, "layer_types.*every n-th"),
         ("qwen3", WIDE | {"layer_types": [SLIDING, FULL, FULL]}, "layer_types.*every n-th"),
         ("llama1", {"model_type": "cwm"}, "model_type.*layers 1, 5, 9"),
+        ("llama1", {"model_type": "tape", "sliding_window": 7}, "sliding_window.*another type"),
         # By default, SmolLM3 has the window in the layers without RoPE.
         ("smollm3", WIDE | {"layer_types": None}, "layer_types.*every n-th"),
         ("smollm3", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, "no size of a window"),

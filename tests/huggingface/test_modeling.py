@@ -110,6 +110,7 @@ def test_invalid_configurations_are_refused():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     for settings, named in (
         ({"gate_input": "both"}, "gate_input"),
+        ({"sliding_window": 16}, "attend to all tokens"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads"),
         ({"rope_parameters": nested}, "full_attention"),
         ({"rope_parameters": dynamic}, "dynamic"),

@@ -272,6 +272,11 @@ def _check_supported(settings: dict, path: Path) -> None:
         if settings.get(key, accepted) != accepted:
             raise cannot_import(settings, path, key, format_value(accepted))
 
+    if model_type == "tape" and settings.get("sliding_window") is not None:
+        raise cannot_import(
+            settings, path, "sliding_window", "null", "TAPE with windows has another type"
+        )
+
     # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the
     # output projection.
     if model_type in ("llama", "qwen3", "smollm3") and settings["attention_bias"]:

@@ -119,6 +119,11 @@ class TapeConfig(DecoderConfig):
                 raise ValueError(
                     f"rope_parameters has settings for {name}; give one setting for all layers"
                 )
+        if kwargs.get("sliding_window") is not None:
+            raise ValueError(
+                f"sliding_window is {kwargs['sliding_window']}, but layers of this architecture"
+                " attend to all tokens; remove it"
+            )
         self.rope_parameters = rope_parameters
         self.position_mlp_size = position_mlp_size or 4 * num_attention_heads
         self.gate_input = gate_input
