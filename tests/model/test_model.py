@@ -204,6 +204,25 @@ def test_equal_frequencies_in_layers_with_a_window_change_no_bit(encoding, same)
     assert built.encoding.exports_to == expected.encoding.exports_to
 
 
+@pytest.mark.parametrize("encoding", ["tape", "rope", "fox", "path"])
+def test_a_window_of_all_tokens_gives_the_bits_of_no_window(encoding):
+    ids = random_tokens()
+    gradients = []
+    for window in (None, 16, 40):
+        model = small_model(position_encoding=encoding, sliding_window=window)
+        built, _ = build(model)
+        logits = built(ids, documents=DOCUMENTS)
+        logits.square().sum().backward()
+        gradients.append([logits, *(parameter.grad for parameter in built.parameters())])
+    for with_window in gradients[1:]:
+        assert all(map(torch.equal, with_window, gradients[0]))
+
+    # A shorter window does change them.
+    shorter, _ = build(small_model(position_encoding=encoding, sliding_window=15))
+    whole, _ = build(small_model(position_encoding=encoding))
+    assert not torch.equal(shorter(ids), whole(ids))
+
+
 def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
     ids = random_tokens(seed=1)
     labels = random_tokens(seed=2)
