@@ -19,7 +19,8 @@ BUILT_IN = {
     name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")
 }
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
-BUILT_IN["tape_window"] = WINDOWS["tape_scaled_full_layers"]
+# Named, since the estimate for `auto` is that of a GPU.
+BUILT_IN["tape_window"] = WINDOWS["tape_scaled_full_layers"] | {"attention_backend": "tiled"}
 """Most have both sharded and replicated parameters. Positions of repo are sent to other processes;
 those of randpe must be the same on all processes and in all micro-batches."""
 RESUMED = (*TOYS, "path", "increments", "tape_window")
