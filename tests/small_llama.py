@@ -6,7 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def write_llama(folder, texts):
-    """Write a small Llama whose tokenizer has a chat template."""
+    """Write a small Llama of four layers (extend/swa needs as many), whose tokenizer has a chat
+    template.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -23,7 +25,7 @@ def write_llama(folder, texts):
     )
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
     config = LlamaConfig(
         vocab_size=len(fast),
