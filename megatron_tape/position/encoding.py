@@ -181,6 +181,22 @@ class TokenCache:
         return new
 
 
+class SingleProcess:
+    """The layout of tokens and heads over processes (see `TokenLayout`) for one process, without
+    torch.distributed.
+    """
+
+    model_group = None
+    sequence_shards = 1
+
+    def local_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return x unchanged, since this process has all heads and tokens."""
+        return x
+
+    # In a layout of several processes, these move or select tokens and heads.
+    local_tokens = to_heads = to_tokens = local_heads
+
+
 NO_CACHE = TokenCache()
 FROM_POSITIONS = ("embedding", "initial_state", "token_positions")
 """Methods that return or receive absolute positions. A class that overrides one of them must set

@@ -48,6 +48,7 @@ _ENCODING_IMPORT = """from .encoding_tape import (
     REFLECTIONS,
     SCORES,
     Encoding,
+    SingleProcess,
     TokenCache,
     in_some_layers,
     temperature,
@@ -64,12 +65,20 @@ _KERNELS = f"{_PACKAGE}.ops.kernels"
 # The text of encoding_tape.py, by which the shared files import the encoding.
 _ENTRY = '''"""The positional encoding {name}, under the names that modeling_encoded_tape uses."""
 
-from .{interface} import TokenCache
+from .{interface} import SingleProcess, TokenCache
 from .{module} import {encoding} as Encoding
 from .{backends} import REFLECTIONS, SCORES
 from .{some_layers} import in_some_layers, temperature
 
-__all__ = ["REFLECTIONS", "SCORES", "Encoding", "TokenCache", "in_some_layers", "temperature"]
+__all__ = [
+    "REFLECTIONS",
+    "SCORES",
+    "Encoding",
+    "SingleProcess",
+    "TokenCache",
+    "in_some_layers",
+    "temperature",
+]
 '''
 
 

@@ -26,6 +26,7 @@ from .encoding_tape import (
     REFLECTIONS,
     SCORES,
     Encoding,
+    SingleProcess,
     TokenCache,
     in_some_layers,
     temperature,
@@ -40,22 +41,6 @@ from .modeling_tape import (
 
 # The attention implementations of transformers that these models support.
 _IMPLEMENTATIONS = ("sdpa", "eager")
-
-
-class SingleProcess:
-    """The layout of tokens and heads over processes, which encodings expect, for a single
-    process.
-    """
-
-    model_group = None
-    sequence_shards = 1
-
-    def local_heads(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return x unchanged, since this process has all heads and tokens."""
-        return x
-
-    # In a layout of several processes, these move or select tokens and heads.
-    local_tokens = to_heads = to_tokens = local_heads
 
 
 def make_encoding(config: EncodedConfig):
