@@ -1,0 +1,400 @@
+"""Known faults of inference engines, each as the model that an engine with this fault computes.
+
+An engine has a fault if its logits agree with those of the faulty model. This needs nothing but
+logits, so it works for every engine.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.verification.plain_model import PlainModel
+from megatron_tape.huggingface.verification.sequences import Sequence
+from megatron_tape.model.shapes import hugging_face_shapes
+from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.position.encoding import SingleProcess
+from megatron_tape.position.rope import FrequencySettings, RotaryPosition, ScaledSettings
+
+DEFAULT_THETA = 10_000.0
+"""The base of the frequencies that engines use if they do not find one."""
+_REMAINING = 0.05
+"""A fault explains a difference if at most this share of it remains between engine and faulty
+model. The roundings of a fault have several variants."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A fault of an engine."""
+
+    sentence: str
+    """What the engine does, for users."""
+    model: ModelConfig
+    """The settings with which it computes."""
+    faulty: type[PlainModel] = PlainModel
+    """The class of the model that has the fault."""
+
+
+def find_cause(
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    sequence: Sequence,
+    error_of: Callable[[Tensor], float],
+    allowed: float,
+    rounded_to: torch.dtype,
+    on_cause: Callable[[str], None],
+) -> str | None:
+    """Return the sentence about the fault that explains an engine's logits best, or None.
+
+    Args:
+        model: the settings with which the model was trained.
+        weights: as for `PlainModel`.
+        sequence: the tokens that the engine has read.
+        error_of: returns the difference between given logits (P, V) of the compared tokens and
+            those of the engine.
+        allowed: the largest difference from rounding.
+        rounded_to: as for `PlainModel`.
+        on_cause: called with the sentence of each fault before it is tried, to show progress.
+    """
+    original = error_of(PlainModel(model, weights, rounded_to=rounded_to).run(sequence).logits)
+    limit = max(allowed, _REMAINING * original)
+    best = None
+    for cause in causes(model):
+        on_cause(cause.sentence)
+        faulty = cause.faulty(cause.model, weights, rounded_to=rounded_to)
+        error = error_of(faulty.run(sequence).logits)
+        if error <= limit:
+            limit = error
+            best = cause.sentence
+        # No other fault can agree better than up to rounding.
+        if error <= allowed:
+            break
+    return best
+
+
+def causes(model: ModelConfig) -> Iterator[Cause]:
+    """Yield the faults that would change what a model with these settings computes, the most
+    frequent ones first.
+    """
+    if isinstance(model.position, FrequencySettings):
+        yield from _frequencies(model)
+    if model.position_encoding == "tape":
+        yield from _tape(model)
+    yield from _layers(model)
+    if model.temperature_scale:
+        yield Cause(
+            "it ignores the temperature of layers without positions",
+            replace(model, temperature_scale=0.0),
+        )
+    yield from _default_settings(model)
+
+
+def _with_position(model: ModelConfig, **settings: Any) -> ModelConfig:
+    """Return `model` with other settings of its encoding."""
+    return replace(model, position=replace(model.position, **settings))
+
+
+# Frequencies and their scaling.
+
+
+def _frequencies(model: ModelConfig) -> Iterator[Cause]:
+    """Yield faults of the frequencies of rotary encodings."""
+    settings = model.position
+    if settings.rope_theta != DEFAULT_THETA:
+        yield Cause(
+            f"the base of its frequencies is {DEFAULT_THETA:,.0f} instead of"
+            f" {settings.rope_theta:,.0f}: it did not find rope_theta",
+            _with_position(model, rope_theta=DEFAULT_THETA),
+        )
+    if isinstance(settings, ScaledSettings):
+        yield from _scaling(model)
+    if settings.rope_share < 1:
+        yield Cause(
+            "it rotates all frequencies instead of a share of them: it ignores rope_share"
+            " (partial_rotary_factor)",
+            _with_position(model, rope_share=1.0),
+        )
+    if settings.rope_local_theta is not None:
+        yield Cause(
+            "layers with a window have the base of the frequencies of the other layers",
+            _with_position(model, rope_local_theta=None),
+        )
+        yield Cause(
+            "all layers have the base of the frequencies of layers with a window",
+            _with_position(model, rope_local_theta=None, rope_theta=settings.rope_local_theta),
+        )
+
+    yield Cause("its frequencies are rounded to bf16", model, _mixed_in(_RoundedFrequencies))
+    yield Cause(
+        "it computes angles, positions times frequencies, in bf16", model, _mixed_in(_RoundedAngles)
+    )
+    yield Cause("its phases are rounded to bf16", model, _mixed_in(_RoundedPhases))
+    yield Cause("it does not rotate queries and keys at all", model, _mixed_in(_NoRotation))
+
+
+def _scaling(model: ModelConfig) -> Iterator[Cause]:
+    """Yield faults of the scaling of positions."""
+    settings = model.position
+    kind = settings.rope_scaling_type
+    if kind == "linear" and settings.rope_scaling_factor == 1:
+        return
+
+    name = f"{kind}, factor {settings.rope_scaling_factor:g}"
+    unscaled = _with_position(model, rope_scaling_type="linear", rope_scaling_factor=1.0)
+    # Without scaled layers, no layer can be the exception.
+    if settings.rope_scaling_layers == "full":
+        unscaled = replace(unscaled, position=replace(unscaled.position, rope_scaling_layers="all"))
+    yield Cause(f"it ignores the scaling of positions ({name})", unscaled)
+    # There are three ways to do this wrong. With linear scaling, they are the same.
+    twice = f"it applies the scaling of positions ({name}) twice"
+    yield Cause(twice, model, _mixed_in(_ScaledTwice))
+    yield Cause(twice, model, _mixed_in(_ScaledTwiceWithFactor))
+    squared = settings.rope_scaling_factor**2
+    yield Cause(twice, _with_position(model, rope_scaling_factor=squared))
+    if kind != "linear" and settings.rope_original_seq_length != model.seq_length:
+        yield Cause(
+            f"it scales as if the context before the extension had {model.seq_length:,} tokens"
+            f" instead of {settings.rope_original_seq_length:,}: it did not find"
+            " original_max_position_embeddings",
+            _with_position(model, rope_original_seq_length=model.seq_length),
+        )
+    if settings.rope_scaling_layers == "full":
+        yield Cause(
+            f"it scales positions ({name}) in layers with a window, too",
+            _with_position(model, rope_scaling_layers="all"),
+        )
+    elif model.full_attention_every is not None:
+        yield Cause(
+            f"it does not scale positions ({name}) in layers with a window",
+            _with_position(model, rope_scaling_layers="full"),
+        )
+    if kind == "yarn":
+        yield Cause(
+            "it does not multiply queries and keys by yarn's attention factor",
+            _with_position(model, rope_attention_factor=1.0),
+        )
+    if kind != "linear":
+        yield Cause(
+            f"it divides all frequencies by {settings.rope_scaling_factor:g}, as linear scaling"
+            f" does, instead of scaling by {kind}",
+            _with_position(model, rope_scaling_type="linear"),
+        )
+
+
+def _mixed_in(mixin: type) -> type[PlainModel]:
+    """Return the class of models whose encoding has the methods of `mixin` before its own."""
+
+    class Faulty(PlainModel):
+        def make_encoding(self) -> PositionEncoding:
+            own = type(encoding_of(self.model))
+            # The class of an encoding without positions in some layers is made at run time, too.
+            return type(own.__name__, (mixin, own), {})(self.model, SingleProcess())
+
+    return Faulty
+
+
+# Only rotary encodings are mixed in; the methods of their base classes are those of RotaryPosition.
+class _ScaledTwice(RotaryPosition):
+    """Frequencies that are scaled again after they have been scaled."""
+
+    def frequencies(self) -> Tensor:
+        scaled = super().frequencies()
+        unscaled_encoding = copy.copy(self)
+        unscaled_encoding.settings = replace(
+            self.settings, rope_scaling_type="linear", rope_scaling_factor=1.0
+        )
+        unscaled = super(_ScaledTwice, unscaled_encoding).frequencies()
+        # Frequencies outside of `rope_share` are 0.
+        return torch.where(unscaled > 0, scaled * scaled / unscaled, 0.0)
+
+
+class _ScaledTwiceWithFactor(_ScaledTwice):
+    """The same with the square of the attention factor."""
+
+    @property
+    def attention_factor(self) -> float:
+        return super().attention_factor ** 2
+
+
+class _RoundedFrequencies(RotaryPosition):
+    """Frequencies in bf16, as after `model.to(torch.bfloat16)`."""
+
+    def frequencies(self) -> Tensor:
+        return super().frequencies().bfloat16().float()
+
+
+class _RoundedAngles(RotaryPosition):
+    """Positions, frequencies and their products in bf16."""
+
+    def phases(self, positions: Tensor) -> Tensor:
+        angles = positions.bfloat16()[..., None] * self.frequencies().bfloat16()
+        angles = angles.to(positions.dtype)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
+
+
+class _RoundedPhases(RotaryPosition):
+    """Cosines and sines in bf16."""
+
+    def phases(self, positions: Tensor) -> Tensor:
+        phases = super().phases(positions)
+        return phases.bfloat16().to(phases.dtype)
+
+
+class _NoRotation(RotaryPosition):
+    """Frequencies of 0."""
+
+    def frequencies(self) -> Tensor:
+        return torch.zeros_like(super().frequencies())
+
+
+# Layers.
+
+
+def _layers(model: ModelConfig) -> Iterator[Cause]:
+    """Yield faults of the pattern of layers without positions and of layers with a window."""
+    window = model.sliding_window
+    has_pattern = model.layers_without_positions is not None
+    # In these encodings, no parameter belongs to a kind of layer.
+    if has_pattern and model.position_encoding == "rope":
+        sentence = "the pattern of layers without positions is shifted by one layer"
+        yield Cause(f"{sentence} to the front", model, _shifted(1, windows=False))
+        yield Cause(f"{sentence} to the back", model, _shifted(-1, windows=False))
+        yield Cause(
+            "it rotates in layers without positions, too",
+            replace(model, layers_without_positions=None),
+        )
+    if model.full_attention_every is not None:
+        sentence = "the pattern of layers with a window is shifted by one layer"
+        yield Cause(f"{sentence} to the front", model, _shifted(1, positions=False))
+        yield Cause(f"{sentence} to the back", model, _shifted(-1, positions=False))
+        if has_pattern and model.position_encoding == "rope":
+            sentence = "the patterns of layers with a window and of layers without positions are"
+            yield Cause(f"{sentence} shifted by one layer to the front", model, _shifted(1))
+            yield Cause(f"{sentence} shifted by one layer to the back", model, _shifted(-1))
+        yield Cause("all layers have the window", model, _windows_everywhere())
+    if window is None:
+        return
+    yield Cause("no layer has the window", model, _resized(None))
+    yield Cause(
+        f"its windows have {window + 1:,} tokens instead of {window:,}: it does not count the token"
+        " itself",
+        model,
+        _resized(1),
+    )
+    if window > 1:
+        yield Cause(
+            f"its windows have {window - 1:,} tokens instead of {window:,}", model, _resized(-1)
+        )
+
+
+def _shifted(by: int, positions: bool = True, windows: bool = True) -> type[PlainModel]:
+    """Return the class of models in which layer i is of the kind of layer i + `by`.
+
+    `positions` and `windows` tell whether this holds for layers without positions, and for layers
+    with a window.
+    """
+
+    class Faulty(PlainModel):
+        def pattern_layer(self, layer: int) -> int:
+            if not positions:
+                return layer
+            return layer + by
+
+        def window_of(self, layer: int) -> int | None:
+            if not windows:
+                return super().window_of(layer)
+            return super().window_of(layer + by)
+
+    return Faulty
+
+
+def _resized(by: int | None) -> type[PlainModel]:
+    """Return the class of models whose windows have `by` more tokens; None removes the windows."""
+
+    class Faulty(PlainModel):
+        def window_of(self, layer: int) -> int | None:
+            window = super().window_of(layer)
+            if window is None or by is None:
+                return None
+            return window + by
+
+    return Faulty
+
+
+def _windows_everywhere() -> type[PlainModel]:
+    """Return the class of models all of whose layers have the window."""
+
+    class Faulty(PlainModel):
+        def window_of(self, layer: int) -> int | None:
+            return self.model.sliding_window
+
+    return Faulty
+
+
+# TAPE.
+
+
+def _tape(model: ModelConfig) -> Iterator[Cause]:
+    """Yield faults of TAPE's update of the position state."""
+    gate_input = model.position.gate_input
+    other = {"mlp": "attention", "attention": "mlp"}[gate_input]
+    yield Cause(
+        f"the gate of the position MLP reads the output of {other} instead of {gate_input}",
+        _with_position(model, gate_input=other),
+    )
+    if model.query_groups == model.num_attention_heads:
+        yield Cause("token_mixing is transposed", model, _TransposedMixing)
+    yield Cause("its position state is in bf16", model, _RoundedState)
+    yield Cause("it does not update the position state: it computes plain RoPE", model, _NoUpdates)
+    if model.position.state_norm == "unit":
+        yield Cause(
+            "it does not rescale the position state",
+            _with_position(model, state_norm="none"),
+        )
+
+
+class _TransposedMixing(PlainModel):
+    """TAPE with the transposed matrix of token mixing."""
+
+    def changed_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        return parameter.mT if name == "token_mixing" and parameter.dim() == 2 else parameter
+
+
+class _RoundedState(PlainModel):
+    """TAPE with a position state in bf16 between layers."""
+
+    def changed_state(self, state: Any) -> Any:
+        return state.bfloat16().to(state.dtype)
+
+
+class _NoUpdates(PlainModel):
+    """TAPE whose layers pass on the state that enters them."""
+
+    def changed_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        # With these two at zero, an update changes nothing.
+        if name in ("token_mixing", "down_proj"):
+            return torch.zeros_like(parameter)
+        return parameter
+
+
+# All encodings.
+
+
+def _default_settings(model: ModelConfig) -> Iterator[Cause]:
+    """Yield that the encoding's settings are its defaults, if these need the same parameters."""
+    changed = [
+        field.name
+        for field in dataclasses.fields(model.position)
+        if getattr(model.position, field.name) != field.default
+    ]
+    if not changed or isinstance(model.position, FrequencySettings):
+        return
+    default = replace(model, position=type(model.position)())
+    if hugging_face_shapes(default) == hugging_face_shapes(model):
+        names = ", ".join(changed)
+        yield Cause(f"the encoding has its default settings: it did not find {names}", default)
