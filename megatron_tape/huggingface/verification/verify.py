@@ -1,0 +1,416 @@
+"""Compare what a model computes in training with what an inference engine computes, and name the
+likely cause of a difference.
+
+The training side is `PlainModel` in float64, with the settings and weights of the training. Its
+weights are read a layer at a time and before the engine is loaded, so that the whole model is in
+memory only once.
+
+Axes: P compared tokens, V vocabulary, C hidden size.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_tape import command_line
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.verification.causes import find_cause
+from megatron_tape.huggingface.verification.plain_model import PlainModel
+from megatron_tape.huggingface.verification.sequences import (
+    GROUP,
+    Outputs,
+    Sequence,
+    default_positions,
+    every_token,
+    groups_of_tokens,
+)
+from megatron_tape.huggingface.verification.transformers_engine import TransformersEngine
+from megatron_tape.ops.backends import AVERAGE, ROTATION
+from megatron_tape.position import encoding_of
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVERY_TOKEN = 8192
+"""Default length of the longest sequence whose tokens are all read."""
+_FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+"""Smallest allowed error by the precision of the computation, as a share of the largest logit."""
+_TWICE = 2.0
+"""An engine may have this many times the error of plain torch."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model as it was trained."""
+
+    name: str
+    """Its path, for messages."""
+    model: ModelConfig
+    weights: Mapping[str, Tensor]
+    """Unsharded weights by Hugging Face's names of Llama, which are read when they are accessed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table: the errors of one way to compute the compared tokens."""
+
+    name: str
+    positions: list[int]
+    errors: list[float]
+    """By position; infinite for NaN."""
+    allowed: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no error exceeds what is allowed."""
+        return all(error <= self.allowed for error in self.errors)
+
+    @property
+    def first_difference(self) -> int:
+        """The first position whose error exceeds what is allowed."""
+        pairs = zip(self.positions, self.errors, strict=True)
+        return next(position for position, error in pairs if error > self.allowed)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a verification."""
+
+    title: str
+    """What was compared with what."""
+    checks: list[Check]
+    notes: list[str]
+    """Sentences about what was not compared, and why."""
+    difference: str = ""
+    """A sentence about the first layer and position that differ, if any does."""
+    cause: str = ""
+    """A sentence about the likely cause of the difference."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all checks have passed."""
+        return all(check.is_equal for check in self.checks)
+
+    def text(self) -> str:
+        """Return the report as lines of text, with a table."""
+        lines = [self.title, *self._table(), *self.notes]
+        if self.is_equal:
+            lines.append("Equal: all differences are within what rounding explains.")
+        else:
+            lines += [f"DIFFERENT: {self.difference}", f"Likely cause: {self.cause}"]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """Return the lines of the table. Its columns are positions."""
+        positions = sorted({p for check in self.checks for p in check.positions})
+        rows = [["position", *(f"{p:,}" for p in positions), "allowed", ""]]
+        for check in self.checks:
+            errors = dict(zip(check.positions, check.errors, strict=True))
+            shown = [f"{errors[p]:.0e}" if p in errors else "-" for p in positions]
+            verdict = "equal" if check.is_equal else "DIFFERENT"
+            rows.append([check.name, *shown, f"{check.allowed:.0e}", verdict])
+
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for first, *others in rows:
+            cells = [first.ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return lines
+
+
+class Precision(NamedTuple):
+    """The precision of an engine."""
+
+    computation: torch.dtype
+    weights: torch.dtype
+    """The dtype to which the trained weights were rounded."""
+
+
+class _Failure(NamedTuple):
+    """The first check that failed, with what is needed to explain it."""
+
+    check: Check
+    sequence: Sequence
+    outputs: Outputs
+    precision: Precision
+    is_normalized: bool
+
+
+class Verification:
+    """The comparison of a trained model with engines."""
+
+    def __init__(self, trained: Trained, positions: Iterable[int] = (), title: str = ""):
+        """Prepare the comparison at `positions`; default: `default_positions`."""
+        self.trained = trained
+        self.title = title
+        self.checks: list[Check] = []
+        self.notes: list[str] = []
+        model = trained.model
+        self.positions = sorted(set(positions)) or default_positions(model.seq_length)
+        self._failure: _Failure | None = None
+        self._references: dict[tuple[int, Precision], tuple[Outputs, Outputs]] = {}
+        """The results of `reference`, by the identity of the sequence."""
+        # Positions that are drawn from a range depend on the length of longer sequences.
+        if encoding_of(model).token_positions(1, None) is not None:
+            self._keep_positions_below(model.seq_length, "longer texts change all their positions")
+
+    @cached_property
+    def depends_on_positions_alone(self) -> bool:
+        """Whether the model depends on the positions of tokens, and not on their number, so that
+        sequences may have gaps.
+        """
+        encoding = encoding_of(self.trained.model)
+        increments = getattr(self.trained.model.position, "increments", "fixed")
+        return encoding.needs <= {ROTATION, AVERAGE} and increments == "fixed"
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids of the model's tokenizer."""
+        return self.trained.model.unpadded_vocab_size or self.trained.model.vocab_size
+
+    def short_sequence(self, beyond_windows: bool) -> Sequence:
+        """Return the short sequence with a group of tokens at each position. With `beyond_windows`,
+        it begins with more tokens than a window has.
+        """
+        first = GROUP
+        window = self.trained.model.sliding_window
+        if beyond_windows and window is not None:
+            first = min(window, EVERY_TOKEN) + GROUP
+        return groups_of_tokens(self.positions, self.vocab_size, first)
+
+    def whole_sequence(self, limit: int) -> Sequence | None:
+        """Return the sequence of all tokens up to the largest position, but at most `limit` tokens;
+        None if it has no compared token.
+        """
+        positions = [position for position in self.positions if position <= limit]
+        if not positions:
+            return None
+        return every_token(positions, self.vocab_size)
+
+    def _keep_positions_below(self, length: int, reason: str) -> None:
+        """Do not compare positions from `length` on; note the reason."""
+        kept = [position for position in self.positions if position < length]
+        if kept != self.positions:
+            self.notes.append(f"Positions from {length:,} on are not compared: {reason}.")
+        self.positions = kept
+
+    def reference(self, sequence: Sequence, precision: Precision) -> tuple[Outputs, Outputs]:
+        """Return what plain torch computes in float64, and in the precision of an engine."""
+        key = id(sequence), precision
+        if key not in self._references:
+            self._references[key] = (
+                self._run(sequence, torch.float64, precision.weights),
+                self._run(sequence, *precision),
+            )
+        return self._references[key]
+
+    def _run(self, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype) -> Outputs:
+        """Return what plain torch computes in `dtype`, and show the progress."""
+        model = self.trained.model
+        plain = PlainModel(model, self.trained.weights, dtype, rounded_to)
+        progress = command_line.Progress(model.num_layers)
+        name = f"plain torch, {str(dtype).removeprefix('torch.')}"
+
+        def show(layer: int) -> None:
+            progress.update(layer, lambda seconds: f"{name}: layer {layer} of {model.num_layers}")
+
+        try:
+            return plain.run(sequence, show)
+        finally:
+            progress.end()
+
+    def add(
+        self,
+        name: str,
+        sequence: Sequence,
+        outputs: Outputs,
+        precision: Precision,
+        is_normalized: bool = False,
+    ) -> None:
+        """Add a check of what an engine has computed for a sequence.
+
+        With `is_normalized`, `outputs.logits` are logarithms of probabilities.
+        """
+        exact, rounded = self.reference(sequence, precision)
+        expected = _normalized(exact.logits, is_normalized)
+        of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
+        allowed = max(_TWICE * max(of_plain), _FLOORS[precision.computation])
+        errors = _errors(outputs.logits, expected)
+        check = Check(name, sequence.compared_positions, errors, allowed)
+        self.checks.append(check)
+        if self._failure is None and not check.is_equal:
+            self._failure = _Failure(check, sequence, outputs, precision, is_normalized)
+
+    def report(self) -> Report:
+        """Return the report. If a check has failed, find the cause."""
+        report = Report(self.title, self.checks, self.notes)
+        failure = self._failure
+        if failure is not None:
+            return replace(
+                report, difference=self._first_difference(failure), cause=self._cause(failure)
+            )
+        # Checks without logits have no failure that faulty models could explain.
+        for check in self.checks:
+            if not check.is_equal:
+                difference = f"{check.name}: first at position {check.first_difference:,}."
+                return replace(report, difference=difference, cause="unknown.")
+        return report
+
+    def _first_difference(self, failure: _Failure) -> str:
+        """Return the sentence about the first layer and position that differ."""
+        check = failure.check
+        place = f"{check.name}: first at position {check.first_difference:,}"
+        found = failure.outputs.hidden_states
+        if found is None:
+            return f"{place}. This engine shows only logits, so the layer is unknown."
+
+        exact, rounded = self.reference(failure.sequence, failure.precision)
+        assert exact.hidden_states is not None and rounded.hidden_states is not None
+        floor = _FLOORS[failure.precision.computation]
+        for layer, expected in enumerate(exact.hidden_states):
+            allowed = max(_TWICE * max(_errors(rounded.hidden_states[layer], expected)), floor)
+            errors = _errors(found[layer], expected)
+            for position, error in zip(check.positions, errors, strict=True):
+                if error > allowed:
+                    return f"{place}; layer {layer} is the first that differs, at {position:,}."
+        return f"{place}, after the last layer."
+
+    def _cause(self, failure: _Failure) -> str:
+        """Return the sentence about the likely cause of a failed check."""
+        check = failure.check
+        if check.errors[0] > check.allowed and check.positions[0] == 0:
+            return (
+                "not the positions, since the token at position 0 differs, too; compare the weights"
+                " and the other settings."
+            )
+        # Shorter sequences are faster. The first difference is at the end.
+        sequence = failure.sequence.until(check.first_difference)
+        found = failure.outputs.logits[: len(sequence.compared)]
+
+        def error_of(logits: Tensor) -> float:
+            """Return the largest error of an engine, if `logits` were expected."""
+            return max(_errors(found, _normalized(logits, failure.is_normalized)))
+
+        sentence = find_cause(
+            self.trained.model,
+            self.trained.weights,
+            sequence,
+            error_of,
+            check.allowed,
+            failure.precision.weights,
+            lambda cause: command_line.log(f"trying: {cause}"),
+        )
+        if sentence is None:
+            return "none of the known faults computes these logits."
+        return f"{sentence}."
+
+
+def _normalized(logits: Tensor, is_normalized: bool) -> Tensor:
+    """Return logits (P, V), or the logarithms of their probabilities, in float64."""
+    logits = logits.double()
+    return logits.log_softmax(-1) if is_normalized else logits
+
+
+def _errors(found: Tensor, expected: Tensor) -> list[float]:
+    """Return the error of each row of `found` (P, N), as a share of the largest expected number.
+
+    Rows may have padding at the end. The error of a row with NaN is infinite.
+    """
+    width = min(found.shape[-1], expected.shape[-1])
+    expected = expected[..., :width].double()
+    differences = (found[..., :width].double() - expected).abs().amax(-1)
+    errors = differences / expected.abs().max().clamp(min=1e-30)
+    return [error if math.isfinite(error) else math.inf for error in errors.tolist()]
+
+
+def check_transformers(
+    verification: Verification,
+    directory: Path,
+    precision: Precision,
+    beyond_windows: bool = True,
+    every_token_up_to: int = 0,
+    trust_remote_code: bool = False,
+) -> None:
+    """Add the checks of transformers in one precision.
+
+    Args:
+        directory: the model in transformers format.
+        beyond_windows: read more tokens than a window has.
+        every_token_up_to: also read all tokens up to the largest position, but at most this many.
+        trust_remote_code: run Python files in the directory.
+    """
+    name = {dtype: name for name, dtype in PRECISIONS.items()}[precision.computation]
+    sequence: Sequence | None = verification.short_sequence(beyond_windows)
+    if not verification.depends_on_positions_alone:
+        sequence = verification.whole_sequence(every_token_up_to or EVERY_TOKEN)
+    assert sequence is not None, "position 0 is compared"
+
+    # Before the engine is loaded, so that not both are in memory.
+    verification.reference(sequence, precision)
+    with command_line.step(f"loading the model in {name}"):
+        engine = TransformersEngine.load(directory, precision.computation, trust_remote_code)
+    ways = {
+        "one pass": engine.one_pass,
+        "with a cache, in chunks": engine.in_chunks,
+        "left padding in a batch": engine.left_padded,
+    }
+    for way, run in ways.items():
+        verification.add(f"{way}, {name}", sequence, run(sequence), precision)
+
+    if every_token_up_to and sequence.has_gaps:
+        whole = verification.whole_sequence(every_token_up_to)
+        if whole is not None:
+            _check_layers(verification, engine, whole, f"every token, {name}", precision)
+
+
+def _check_layers(
+    verification: Verification,
+    engine: TransformersEngine,
+    sequence: Sequence,
+    name: str,
+    precision: Precision,
+) -> None:
+    """Add a check of one pass over all tokens of a sequence, in which every layer is compared given
+    its input in the engine.
+
+    Plain torch then computes only the compared tokens, which takes a small part of the time of a
+    pass.
+    """
+    trained = verification.trained
+    plain = PlainModel(trained.model, trained.weights, rounded_to=precision.weights)
+    compared = list(sequence.compared)
+    _, first_state, shared = plain.embedded(sequence)
+    errors = [0.0] * len(compared)
+
+    def compare(
+        layer: int,
+        inputs: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor | None],
+    ) -> None:
+        """Compare the outputs of a layer for the compared tokens: hidden states (P, C), and the
+        position state (P, G, D) or None.
+        """
+        hidden_states, state = inputs
+        if state is None or layer == 0:
+            state = first_state
+        else:
+            state = state.double()[:, None]
+        expected, expected_state = plain.run_layer(
+            layer, hidden_states.double()[:, None], state, shared, compared
+        )
+        found, found_state = outputs
+        of_layer = _errors(found, expected[:, 0])
+        if found_state is not None and plain.encoding.updates(layer):
+            of_state = _errors(found_state.flatten(1), expected_state.flatten(1))
+            of_layer = [max(pair) for pair in zip(of_layer, of_state, strict=True)]
+        errors[:] = [max(pair) for pair in zip(errors, of_layer, strict=True)]
+
+    with command_line.step(f"reading {len(sequence.ids):,} tokens"):
+        engine.layer_by_layer(sequence, compare)
+    allowed = _FLOORS[precision.computation]
+    verification.checks.append(Check(name, sequence.compared_positions, errors, allowed))
