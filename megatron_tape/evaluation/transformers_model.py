@@ -1,10 +1,7 @@
 """Load models of transformers for evaluation tasks."""
 
 import dataclasses
-import fcntl
-import inspect
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.data.tokenizer import TOKENIZER_JSON, Tokenizer
-from megatron_tape.errors import ConfigError, FileError, one_line
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.huggingface.pretrained import cache_keyword, cannot_load, load_pretrained
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.text import counted
@@ -155,10 +153,7 @@ class HFModel:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
-        cache_name = "past_key_values"
-        # transformers 5.24 renamed past_key_values.
-        if "cache" in inspect.signature(self.model.forward).parameters:
-            cache_name = "cache"
+        cache_name = cache_keyword(self.model)
 
         # `torch.cat` needs at least one tensor, even if no token is scored.
         losses = [torch.empty(0, dtype=torch.float64, device=self.device)]
@@ -253,36 +248,27 @@ def load_model(
     """
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        if trust_remote_code:
-            _copy_code(directory)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-        # Texts are generated greedily, without the model's settings for sampling or repetition.
-        model.generation_config = transformers.GenerationConfig(
-            bos_token_id=model.generation_config.bos_token_id,
-            eos_token_id=model.generation_config.eos_token_id,
-            pad_token_id=model.generation_config.pad_token_id,
-        )
-        tokenizer = None
-        # A checkpoint with a tokenizer that transformers lacks is exported without it.
-        in_directory = saved_tokenizer is None or (directory / TOKENIZER_JSON).is_file()
-        if info.has_tokenizer and in_directory:
+    model = load_pretrained(directory, DTYPES[dtype], trust_remote_code)
+    # Texts are generated greedily, without the model's settings for sampling or repetition.
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=model.generation_config.bos_token_id,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id,
+    )
+    tokenizer = None
+    # A checkpoint with a tokenizer that transformers lacks is exported without it.
+    in_directory = saved_tokenizer is None or (directory / TOKENIZER_JSON).is_file()
+    if info.has_tokenizer and in_directory:
+        try:
             tokenizer = read_tokenizer(
                 directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
-            # Avoids a warning for each long text; tasks truncate texts themselves.
-            tokenizer.model_max_length = int(1e30)
-            # As in training, no text encodes to a special token.
-            tokenizer.split_special_tokens = True
-    except Exception as error:  # the libraries raise errors of any type, often with many lines
-        raise FileError(directory, f"cannot be loaded: {one_line(error)}") from None
+        except Exception as error:  # of any type
+            raise cannot_load(directory, error) from None
+        # Avoids a warning for each long text; tasks truncate texts themselves.
+        tokenizer.model_max_length = int(1e30)
+        # As in training, no text encodes to a special token.
+        tokenizer.split_special_tokens = True
 
     info = dataclasses.replace(
         info,
@@ -290,28 +276,6 @@ def load_model(
         has_tokenizer=saved_tokenizer is not None or tokenizer is not None,
     )
     return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
-
-
-def _copy_code(directory: Path) -> None:
-    """Copy a model's code to the module cache of transformers under a lock.
-
-    Without the lock, a process could read a file that another process is still writing. Existing
-    files are not copied.
-    """
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.utils import HF_MODULES_CACHE
-
-    classes = read_settings(directory / "config.json").get("auto_map")
-    if not isinstance(classes, dict):
-        return
-    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
-    with open(Path(HF_MODULES_CACHE) / ".lock", "w") as lock:
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in classes.values():
-            # A class in another repository is named `REPOSITORY--FILE.CLASS`.
-            if isinstance(name, str) and "--" not in name:
-                get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
 
 def choose_device(name: str) -> str:
