@@ -1,0 +1,120 @@
+"""Files of logits, with which any inference engine can be compared.
+
+A file of logits is a NumPy archive (`numpy.savez`) with these arrays:
+
+- `tokens`, integers (S,): a sequence. Token i has position i.
+- `positions`, ascending integers (P,): the tokens whose logits are compared.
+- `logits`, floats (P, V): for each of these tokens, the logits of the next token, as the model
+  computes them: before temperature, penalties and softmax. Or, instead, `logprobs`: the same after
+  log_softmax.
+
+Other arrays are ignored.
+"""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tape.errors import FileError
+from megatron_tape.huggingface.verification.sequences import Sequence
+from megatron_tape.io.files import atomic_output
+
+_FORMAT = (
+    "write it with numpy.savez: tokens (S,), ascending positions (P,), and logits or logprobs"
+    " (P, V) as float32"
+)
+
+
+def write_tokens(path: Path, sequence: Sequence, overwrite: bool = False) -> None:
+    """Write the tokens of a sequence without gaps, and the positions to compare, for another
+    engine to read.
+
+    Raises FileError if `path` exists, unless `overwrite` is set.
+    """
+    assert not sequence.has_gaps
+    positions = np.asarray(sequence.compared_positions, dtype=np.int64)
+    with atomic_output(path, overwrite=overwrite) as file:
+        np.savez(file, tokens=sequence.ids.numpy(), positions=positions)
+
+
+def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
+    """Read a file of logits of a model with `vocab_size` logits per token.
+
+    Returns the sequence up to the last compared token, the logits (P, V) in float64, and whether
+    they are log-probabilities. Raises FileError if the file is not a file of logits of this model.
+    """
+    arrays = _read_arrays(path)
+    tokens = _integers(path, arrays, "tokens")
+    positions = _integers(path, arrays, "positions")
+    normalized = "logprobs" in arrays
+    if normalized and "logits" in arrays:
+        raise FileError(path, "has both logits and logprobs", "write one of them")
+    name = "logprobs" if normalized else "logits"
+    logits = _array(path, arrays, name)
+
+    if logits.dtype.kind != "f":
+        # NumPy stores a type that it does not know, such as bfloat16, as bytes without a meaning.
+        raise FileError(path, f"has {name} of the type {logits.dtype}", "convert them to float32")
+    if (positions < 0).any() or (positions >= len(tokens)).any():
+        last = len(tokens) - 1
+        raise FileError(path, f"has positions outside of its tokens, 0 to {last}", _FORMAT)
+    if (np.diff(positions) <= 0).any():
+        raise FileError(path, "has positions that do not ascend", _FORMAT)
+    if (tokens < 0).any() or (tokens >= vocab_size).any():
+        problem = f"has tokens outside of the model's vocabulary, 0 to {vocab_size - 1}"
+        raise FileError(path, problem, "choose tokens that the model knows")
+    if logits.shape != (len(positions), vocab_size):
+        raise FileError(
+            path,
+            f"has {name} of shape {logits.shape} instead of {(len(positions), vocab_size)}: one row"
+            " for each position, and one column for each token that the model knows",
+            "write all logits, without those of padding",
+        )
+    if not np.isfinite(logits).all():
+        raise FileError(path, f"has {name} that are NaN or infinite", "look for their cause")
+
+    compared = tuple(positions.tolist())
+    sequence = Sequence(torch.from_numpy(tokens), torch.arange(len(tokens)), compared)
+    as_float64 = torch.from_numpy(logits.astype(np.float64))
+    return sequence.until(compared[-1]), as_float64, normalized
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays that a comparison uses, by name, as far as the file has them. Raises
+    FileError if it cannot be read.
+    """
+    if not path.is_file():
+        raise FileError(path, "is not a file", "give a file of logits (.npz)")
+    try:
+        # A pickle could run code.
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise FileError(path, "has one array without a name", _FORMAT)
+        with archive:
+            names = {"tokens", "positions", "logits", "logprobs"} & set(archive.files)
+            return {name: archive[name] for name in names}
+    except FileError:
+        raise
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise FileError(path, f"is not a NumPy archive of arrays ({error})", _FORMAT) from None
+
+
+def _array(path: Path, arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the array `name`. Raises FileError if it is missing."""
+    if name not in arrays:
+        raise FileError(path, f"has no array {name}", _FORMAT)
+    return arrays[name]
+
+
+def _integers(path: Path, arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the array `name` as int64. Raises FileError unless it has at least one integer and
+    one axis.
+    """
+    array = _array(path, arrays, name)
+    if array.dtype.kind not in "iu" or array.ndim != 1 or array.size == 0:
+        problem = f"has {name} of the type {array.dtype} and shape {array.shape}"
+        raise FileError(path, problem, _FORMAT)
+    return array.astype(np.int64)
