@@ -32,6 +32,7 @@ def to_hf(
     adapter: bool,
     rope_scaling: str | None,
     rope_scaling_factor: float | None,
+    no_verify: bool,
     **options,
 ) -> None:
     """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft.
@@ -56,11 +57,11 @@ def to_hf(
     elif scaling is not None:
         from megatron_tape.extension.scaled_export import export_scaled
 
-        checkpoint = export_scaled(scaling, output=output, **options)
+        checkpoint = export_scaled(scaling, output=output, verify=not no_verify, **options)
     else:
         from megatron_tape.huggingface.export.to_transformers import export
 
-        checkpoint = export(output=output, **options)
+        checkpoint = export(output=output, verify=not no_verify, **options)
     command_line.log(f"exported {checkpoint} to {output}")
 
 
@@ -138,6 +139,12 @@ def add_export(add: Callable) -> None:
         help="write only the trained parameters, in peft's format, and the base model to"
         " OUTPUT/base; the run must have trained only LoRA layers, embeddings, norms or TAPE's"
         " matrices. By default, LoRA layers are merged into the model",
+    )
+    add(
+        "--no-verify",
+        action="store_true",
+        help="do not load the export with transformers to compare its logits with those of the"
+        " training, which needs memory for the model in fp32",
     )
 
 

@@ -8,6 +8,7 @@ from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.extension.rope_scaling import RopeScaling
 from megatron_tape.huggingface.export.model_card import ExportOptions
 from megatron_tape.huggingface.export.to_transformers import (
+    DTYPES,
     huggingface_config,
     new_export,
     open_exportable,
@@ -15,6 +16,7 @@ from megatron_tape.huggingface.export.to_transformers import (
     write_model,
 )
 from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.huggingface.verification.verify import verify_export
 from megatron_tape.position import model_config
 
 _CONFIG = "config.json"
@@ -36,6 +38,7 @@ def export_scaled(
     tokenizer: str | None = None,
     average: bool = False,
     overwrite: bool = False,
+    verify: bool = False,
 ) -> Path:
     """Export a checkpoint with scaled positions; return the checkpoint's path.
 
@@ -53,6 +56,8 @@ def export_scaled(
         scaled = replace(saved, model=scaling.scaled(saved.model, saved.path))
         # The card shows no results, since those of the run are without the scaling.
         write_model(scaled, directory, ExportOptions(name, dtype, tokenizer))
+        if verify:
+            verify_export(scaled, directory, DTYPES[dtype])
     return saved.path
 
 

@@ -71,7 +71,7 @@ def test_a_long_sequence_is_computed_in_blocks():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["rope", "tape", "tape_share", *SOME_LAYERS, *WINDOWS])
+@pytest.mark.parametrize("name", ["rope", "xpos", "tape", "tape_share", *SOME_LAYERS, *WINDOWS])
 def test_the_results_of_some_tokens_equal_those_of_all(name):
     _, plain = built_and_plain(MODELS[name])
     sequence = every_token([0, 3, 16, 40], 64)

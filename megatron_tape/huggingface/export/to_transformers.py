@@ -56,6 +56,7 @@ from megatron_tape.huggingface.tokenizer_files import (
     ExportedTokenizer,
     write_tokenizer,
 )
+from megatron_tape.huggingface.verification.verify import verify_export
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.shapes import parameter_shapes
@@ -88,6 +89,7 @@ def export(
     tokenizer: str | None = None,
     average: bool = False,
     overwrite: bool = False,
+    verify: bool = False,
 ) -> Path:
     """Export the model of a run, a checkpoints directory or one step to `output`; return the
     exported checkpoint's path.
@@ -103,6 +105,8 @@ def export(
         average: export the averaged weights.
         overwrite: replace `output` when the new export is complete, if it is an export of this
             project.
+        verify: before `output` appears, check that transformers computes what the checkpoint
+            computes (see `verification`). This needs memory for the whole model.
     """
     # The card shows this name; `directory` has a temporary name.
     name = Path(output).resolve().name
@@ -111,6 +115,8 @@ def export(
         results = find_results(saved.path, average)
         options = ExportOptions(name, dtype, tokenizer, max_shard_size, results=results)
         write_model(saved, directory, options)
+        if verify:
+            verify_export(saved, directory, DTYPES[dtype])
     return saved.path
 
 

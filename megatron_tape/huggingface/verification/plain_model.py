@@ -289,6 +289,9 @@ def _attend_for(
     if z is not None:
         query = rotate_groups(query, z)
         key = rotate_groups(key, z)
+    if inputs.factor_TB1D is not None:
+        query = query * inputs.factor_TB1D
+        key = key / inputs.factor_TB1D
     of_queries = []
     for index in queries:
         # Without the keys that the query does not attend to, no mask is needed.
@@ -301,6 +304,7 @@ def _attend_for(
             v_TBGD=inputs.v_TBGD[visible],
             z_TBGD=None if z is None else z[visible],
             joined_TBGE=None,
+            factor_TB1D=None,
             rotate=False,
         )
         of_queries.append(attend(one, "naive"))

@@ -9,9 +9,10 @@ Axes: P compared tokens, V vocabulary, C hidden size.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_tape import command_line
-from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import CheckpointError, one_line
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.verification.causes import find_cause
 from megatron_tape.huggingface.verification.plain_model import PlainModel
 from megatron_tape.huggingface.verification.sequences import (
@@ -30,28 +32,23 @@ from megatron_tape.huggingface.verification.sequences import (
     every_token,
     groups_of_tokens,
 )
-from megatron_tape.huggingface.verification.transformers_engine import TransformersEngine
+from megatron_tape.huggingface.verification.trained import Trained, trained_by
+from megatron_tape.huggingface.verification.transformers_engine import (
+    LayerStates,
+    TransformersEngine,
+)
 from megatron_tape.ops.backends import AVERAGE, ROTATION
 from megatron_tape.position import encoding_of
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERY_TOKEN = 8192
-"""Default length of the longest sequence whose tokens are all read."""
+"""Default of the largest position of a sequence whose tokens are all read."""
+_SHORT = 512
+"""The same in the short form of a verification."""
 _FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Smallest allowed error by the precision of the computation, as a share of the largest logit."""
 _TWICE = 2.0
 """An engine may have this many times the error of plain torch."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model as it was trained."""
-
-    name: str
-    """Its path, for messages."""
-    model: ModelConfig
-    weights: Mapping[str, Tensor]
-    """Unsharded weights by Hugging Face's names of Llama, which are read when they are accessed."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +141,16 @@ class _Failure(NamedTuple):
 class Verification:
     """The comparison of a trained model with engines."""
 
-    def __init__(self, trained: Trained, positions: Iterable[int] = (), title: str = ""):
-        """Prepare the comparison at `positions`; default: `default_positions`."""
+    def __init__(self, trained: Trained, positions: Collection[int] = (), title: str = ""):
+        """Prepare the comparison at 0 and `positions`; default: `default_positions`."""
         self.trained = trained
         self.title = title
         self.checks: list[Check] = []
         self.notes: list[str] = []
         model = trained.model
-        self.positions = sorted(set(positions)) or default_positions(model.seq_length)
+        self.positions = sorted({0, *positions})
+        if not positions:
+            self.positions = default_positions(model.seq_length)
         self._failure: _Failure | None = None
         self._references: dict[tuple[int, Precision], tuple[Outputs, Outputs]] = {}
         """The results of `reference`, by the identity of the sequence."""
@@ -183,13 +182,9 @@ class Verification:
             first = min(window, EVERY_TOKEN) + GROUP
         return groups_of_tokens(self.positions, self.vocab_size, first)
 
-    def whole_sequence(self, limit: int) -> Sequence | None:
-        """Return the sequence of all tokens up to the largest position, but at most `limit` tokens;
-        None if it has no compared token.
-        """
+    def whole_sequence(self, limit: int) -> Sequence:
+        """Return the sequence of all tokens up to the largest position that is at most `limit`."""
         positions = [position for position in self.positions if position <= limit]
-        if not positions:
-            return None
         return every_token(positions, self.vocab_size)
 
     def _keep_positions_below(self, length: int, reason: str) -> None:
@@ -310,6 +305,11 @@ class Verification:
         return f"{sentence}."
 
 
+def transformers_version() -> str:
+    """Return the version of the installed transformers."""
+    return metadata.version("transformers")
+
+
 def _normalized(logits: Tensor, is_normalized: bool) -> Tensor:
     """Return logits (P, V), or the logarithms of their probabilities, in float64."""
     logits = logits.double()
@@ -333,7 +333,8 @@ def check_transformers(
     directory: Path,
     precision: Precision,
     beyond_windows: bool = True,
-    every_token_up_to: int = 0,
+    whole: int = EVERY_TOKEN,
+    layers: int = 0,
     trust_remote_code: bool = False,
 ) -> None:
     """Add the checks of transformers in one precision.
@@ -341,31 +342,70 @@ def check_transformers(
     Args:
         directory: the model in transformers format.
         beyond_windows: read more tokens than a window has.
-        every_token_up_to: also read all tokens up to the largest position, but at most this many.
+        whole: largest position if the model depends on the number of tokens, so that all of them
+            must be read.
+        layers: if above 0, also compare each layer for all tokens up to the largest position, but
+            at most this one.
         trust_remote_code: run Python files in the directory.
     """
     name = {dtype: name for name, dtype in PRECISIONS.items()}[precision.computation]
-    sequence: Sequence | None = verification.short_sequence(beyond_windows)
+    sequence = verification.short_sequence(beyond_windows)
     if not verification.depends_on_positions_alone:
-        sequence = verification.whole_sequence(every_token_up_to or EVERY_TOKEN)
-    assert sequence is not None, "position 0 is compared"
+        sequence = verification.whole_sequence(whole)
 
     # Before the engine is loaded, so that not both are in memory.
     verification.reference(sequence, precision)
-    with command_line.step(f"loading the model in {name}"):
-        engine = TransformersEngine.load(directory, precision.computation, trust_remote_code)
+    engine = TransformersEngine.load(
+        directory, precision.computation, trust_remote_code=trust_remote_code
+    )
     ways = {
         "one pass": engine.one_pass,
         "with a cache, in chunks": engine.in_chunks,
         "left padding in a batch": engine.left_padded,
     }
     for way, run in ways.items():
-        verification.add(f"{way}, {name}", sequence, run(sequence), precision)
+        try:
+            outputs = run(sequence)
+        except NotImplementedError as error:
+            verification.notes.append(f"Not compared {way}: {one_line(error)}.")
+            continue
+        verification.add(f"{way}, {name}", sequence, outputs, precision)
 
-    if every_token_up_to and sequence.has_gaps:
-        whole = verification.whole_sequence(every_token_up_to)
-        if whole is not None:
-            _check_layers(verification, engine, whole, f"every token, {name}", precision)
+    if layers and verification.depends_on_positions_alone:
+        sequence = verification.whole_sequence(layers)
+        _check_layers(verification, engine, sequence, f"every token, {name}", precision)
+
+
+def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> None:
+    """Check that transformers computes what the checkpoint `saved` computes, with its export in
+    `directory`, whose weights have been rounded to `dtype`: the short form of a verification.
+
+    Raises CheckpointError if a difference is larger than rounding explains.
+    """
+    verification = Verification(trained_by(saved), title=f"{saved.path}, exported")
+    check_transformers(
+        verification,
+        directory,
+        Precision(torch.float32, dtype),
+        beyond_windows=False,
+        whole=_SHORT,
+        trust_remote_code=True,
+    )
+    report = verification.report()
+    if not report.is_equal:
+        raise CheckpointError(
+            saved.path,
+            f"is exported to a model that computes something else in transformers"
+            f" {transformers_version()}: {report.difference} Likely cause: {report.cause}",
+            "try another version of transformers, or write the export with --no-verify and run"
+            " tape-verify on it",
+        )
+    largest = max(error for check in report.checks for error in check.errors)
+    positions = ", ".join(f"{position:,}" for position in verification.positions)
+    command_line.log(
+        f"verified: transformers computes the logits of the training at positions {positions}"
+        f" (largest error {largest:.0e} of the largest logit)"
+    )
 
 
 def _check_layers(
@@ -387,30 +427,22 @@ def _check_layers(
     _, first_state, shared = plain.embedded(sequence)
     errors = [0.0] * len(compared)
 
-    def compare(
-        layer: int,
-        inputs: tuple[Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor | None],
-    ) -> None:
-        """Compare the outputs of a layer for the compared tokens: hidden states (P, C), and the
-        position state (P, G, D) or None.
-        """
-        hidden_states, state = inputs
-        if state is None or layer == 0:
-            state = first_state
-        else:
-            state = state.double()[:, None]
+    def compare(layer: int, entering: LayerStates, leaving: LayerStates) -> None:
+        """Compare what leaves a layer at the compared tokens."""
+        state = first_state
+        # The first state is the same for all groups and, in some exports, None.
+        if layer > 0 and entering.position_state is not None:
+            state = entering.position_state.double()[:, None]
         expected, expected_state = plain.run_layer(
-            layer, hidden_states.double()[:, None], state, shared, compared
+            layer, entering.hidden_states.double()[:, None], state, shared, compared
         )
-        found, found_state = outputs
-        of_layer = _errors(found, expected[:, 0])
-        if found_state is not None and plain.encoding.updates(layer):
-            of_state = _errors(found_state.flatten(1), expected_state.flatten(1))
+        of_layer = _errors(leaving.hidden_states, expected[:, 0])
+        if leaving.position_state is not None and plain.encoding.updates(layer):
+            found = leaving.position_state.flatten(1)
+            of_state = _errors(found, expected_state.flatten(1))
             of_layer = [max(pair) for pair in zip(of_layer, of_state, strict=True)]
         errors[:] = [max(pair) for pair in zip(errors, of_layer, strict=True)]
 
-    with command_line.step(f"reading {len(sequence.ids):,} tokens"):
-        engine.layer_by_layer(sequence, compare)
+    engine.layer_by_layer(sequence, compare)
     allowed = _FLOORS[precision.computation]
     verification.checks.append(Check(name, sequence.compared_positions, errors, allowed))

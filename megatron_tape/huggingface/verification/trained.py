@@ -1,0 +1,72 @@
+"""The model that an engine should compute: its settings and weights, from a checkpoint of this
+project or from a directory in transformers format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.export.saved_weights import SavedWeights
+from megatron_tape.huggingface.imports.config_json import (
+    errors_of_settings,
+    model_settings,
+    read_settings,
+)
+from megatron_tape.huggingface.imports.model_weights import open_model
+from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
+from megatron_tape.model.shapes import parameter_shapes
+from megatron_tape.model.weights import from_megatron
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model as it was trained."""
+
+    name: str
+    """Where its settings and weights are, for messages."""
+    model: ModelConfig
+    weights: Mapping[str, Tensor]
+    """Unsharded weights by Hugging Face's names of Llama, which are read when they are accessed."""
+
+
+def trained_by(saved: SavedWeights) -> Trained:
+    """Return the model of an open checkpoint, with its LoRA layers merged."""
+    parameter_of = {}
+    for parameter, shape in parameter_shapes(saved.model).items():
+        # Only the names are needed.
+        for name in from_megatron(parameter, torch.empty(shape, device="meta"), saved.model):
+            parameter_of[name] = parameter
+
+    # One parameter becomes several weights, which are read one after the other.
+    @lru_cache(maxsize=1)
+    def read(parameter: str) -> dict[str, Tensor]:
+        """Return the weights of one parameter by name."""
+        return saved.exported(parameter, with_lora=True)
+
+    weights = LazyTensors(parameter_of, lambda name: read(parameter_of[name])[name])
+    return Trained(f"the checkpoint {saved.path}", saved.model, weights)
+
+
+def described_by(directory: Path) -> Trained:
+    """Return the model in a directory in transformers format, as this project understands its
+    config.json.
+
+    Raises UserError if the model cannot be imported.
+    """
+    path = directory / "config.json"
+    settings = read_settings(path)
+    with errors_of_settings(path):
+        model = model_settings(settings, path)
+    weights = open_model(directory, model)
+    check_weights(weights, model, str(directory))
+    return Trained(f"{path} and its weights", model, weights)
