@@ -8,8 +8,6 @@ prompts.
 """
 
 import argparse
-import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,7 @@ def main() -> None:
         )
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
 
-    with _in_transformers_format(source) as directory:
+    with source.in_transformers_format() as directory:
         texts = continuations(arguments, prompts, source, directory)
         for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
             if len(prompts) > 1:
@@ -91,20 +89,6 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
         number = prompts.index("") + 1
         raise UserError(f"prompt {number}", "is empty", "give some text to continue")
     return prompts
-
-
-@contextlib.contextmanager
-def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
-    """Yield a directory with the model in transformers' format.
-
-    A checkpoint, or a model with scaled positions, is exported to a temporary directory.
-    """
-    if not source.needs_export:
-        yield source.path
-        return
-    with tempfile.TemporaryDirectory(prefix="exported-") as directory:
-        source.export(Path(directory, "model"), dtype="fp32")
-        yield Path(directory, "model")
 
 
 def continuations(

@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,19 @@ class ModelSource:
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
             raise ConfigError("--model", f"{self.user_path} cannot be exported: {error}") from None
+
+    @contextmanager
+    def in_transformers_format(self) -> Iterator[Path]:
+        """Yield a directory with the model in transformers format.
+
+        A checkpoint, or a model with scaled positions, is exported to a temporary directory.
+        """
+        if not self.needs_export:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory(prefix="exported-") as directory:
+            self.export(Path(directory, "model"), dtype="fp32")
+            yield Path(directory, "model")
 
 
 def find_model(

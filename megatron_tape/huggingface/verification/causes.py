@@ -130,9 +130,9 @@ def _frequencies(model: ModelConfig) -> Iterator[Cause]:
         )
 
     yield Cause("its frequencies are rounded to bf16", model, _mixed_in(_RoundedFrequencies))
-    yield Cause(
-        "it computes angles, positions times frequencies, in bf16", model, _mixed_in(_RoundedAngles)
-    )
+    angles = "it computes angles, positions times frequencies, in bf16"
+    yield Cause(angles, model, _mixed_in(_RoundedAngles))
+    yield Cause(angles, model, _mixed_in(_RoundedAnglesAndPhases))
     yield Cause("its phases are rounded to bf16", model, _mixed_in(_RoundedPhases))
     yield Cause("it does not rotate queries and keys at all", model, _mixed_in(_NoRotation))
 
@@ -243,6 +243,10 @@ class _RoundedPhases(RotaryPosition):
     def phases(self, positions: Tensor) -> Tensor:
         phases = super().phases(positions)
         return phases.bfloat16().to(phases.dtype)
+
+
+class _RoundedAnglesAndPhases(_RoundedPhases, _RoundedAngles):
+    """Both."""
 
 
 class _NoRotation(RotaryPosition):

@@ -1,0 +1,508 @@
+"""Verification finds planted faults of an engine and names them."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import changed_weights
+from environments import ROOT
+from exported_models import OWN_CLASSES, PLAIN_ROPE, make
+from models import LLAMA3, WINDOWS, YARN
+
+from megatron_tape.errors import CheckpointError
+from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.verification import transformers_engine, verify
+from megatron_tape.huggingface.verification.trained import described_by, trained_by
+from megatron_tape.huggingface.verification.verify import (
+    PRECISIONS,
+    Precision,
+    Verification,
+    check_transformers,
+)
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+FP32 = Precision(torch.float32, torch.float32)
+SWAN = {
+    "num_layers": 8,
+    "layers_without_positions": 4,
+    "sliding_window": 5,
+    "full_attention_every": 4,
+}
+LINEAR = {"rope_scaling_factor": 4.0}
+FULL = {"rope_scaling_layers": "full", "sliding_window": 5, "full_attention_every": 3}
+
+
+def checked(made, precisions=("fp32",), **options):
+    """Return the report on an export, against its checkpoint."""
+    verification = Verification(trained_by(open_weights(made.checkpoint)))
+    for name in precisions:
+        dtype = PRECISIONS[name]
+        check_transformers(
+            verification,
+            made.directory,
+            Precision(dtype, dtype),
+            trust_remote_code=True,
+            **options,
+        )
+    return verification.report()
+
+
+def change_config(made, **changes):
+    """Change keys of an export's config.json; None removes a key."""
+    path = made.directory / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            del config[key]
+        else:
+            config[key] = value(config[key]) if callable(value) else value
+    path.write_text(json.dumps(config))
+
+
+def plant(monkeypatch, change):
+    """Change each model after transformers has loaded it."""
+    load = transformers_engine.load_pretrained
+
+    def load_and_change(*arguments):
+        model = load(*arguments)
+        change(model)
+        return model
+
+    monkeypatch.setattr(transformers_engine, "load_pretrained", load_and_change)
+
+
+FAULTS_OF_CONFIG = {
+    "base": (
+        PLAIN_ROPE,
+        {"rope_theta": 500.0},
+        {"rope_theta": None, "rope_parameters": None},
+        "the base of its frequencies is 10,000 instead of 500",
+    ),
+    "linear_ignored": (
+        PLAIN_ROPE,
+        LINEAR,
+        {
+            "rope_scaling": None,
+            "rope_parameters": lambda rope: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "it ignores the scaling of positions (linear, factor 4)",
+    ),
+    "llama3_ignored": (
+        PLAIN_ROPE,
+        LLAMA3,
+        {
+            "rope_scaling": None,
+            "rope_parameters": lambda rope: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "it ignores the scaling of positions (llama3, factor 8)",
+    ),
+    "yarn_twice": (
+        PLAIN_ROPE,
+        YARN,
+        {"rope_scaling": None, "rope_parameters": lambda rope: rope | {"factor": 16.0}},
+        "it applies the scaling of positions (yarn, factor 4) twice",
+    ),
+    "linear_twice": (
+        PLAIN_ROPE,
+        LINEAR,
+        {"rope_scaling": None, "rope_parameters": lambda rope: rope | {"factor": 16.0}},
+        "it applies the scaling of positions (linear, factor 4) twice",
+    ),
+    "original_length": (
+        PLAIN_ROPE,
+        YARN | {"seq_length": 64},
+        {
+            "rope_scaling": None,
+            "rope_parameters": lambda rope: rope | {"original_max_position_embeddings": 64},
+        },
+        "it scales as if the context before the extension had 64 tokens instead of 16",
+    ),
+    "attention_factor": (
+        PLAIN_ROPE,
+        YARN,
+        {"rope_scaling": None, "rope_parameters": lambda rope: rope | {"attention_factor": 1.0}},
+        "it does not multiply queries and keys by yarn's attention factor",
+    ),
+    "scaled_windows": (
+        "rope",
+        YARN | FULL,
+        {"position_settings": lambda settings: settings | {"rope_scaling_layers": "all"}},
+        "it scales positions (yarn, factor 4) in layers with a window, too",
+    ),
+    "unscaled_windows": (
+        "rope",
+        YARN | FULL | {"rope_scaling_layers": "all"},
+        {"position_settings": lambda settings: settings | {"rope_scaling_layers": "full"}},
+        "it does not scale positions (yarn, factor 4) in layers with a window",
+    ),
+    "layers_without_positions": (
+        PLAIN_ROPE,
+        SWAN,
+        {"no_rope_layers": lambda layers: layers[1:] + layers[:1]},
+        "the pattern of layers without positions is shifted by one layer to the front",
+    ),
+    "layers_with_a_window": (
+        PLAIN_ROPE,
+        SWAN,
+        {"layer_types": lambda types: types[-1:] + types[:-1]},
+        "the pattern of layers with a window is shifted by one layer to the back",
+    ),
+    "both_patterns": (
+        PLAIN_ROPE,
+        SWAN,
+        {
+            "layer_types": lambda types: types[-1:] + types[:-1],
+            "no_rope_layers": lambda layers: layers[-1:] + layers[:-1],
+        },
+        "the patterns of layers with a window and of layers without positions are shifted by one"
+        " layer to the back",
+    ),
+    "positions_everywhere": (
+        PLAIN_ROPE,
+        SWAN,
+        {"no_rope_layers": lambda layers: [1] * 8},
+        "it rotates in layers without positions, too",
+    ),
+    "no_window": (
+        PLAIN_ROPE,
+        SWAN,
+        {"use_sliding_window": False, "layer_types": lambda types: ["full_attention"] * 8},
+        "no layer has the window",
+    ),
+    "window_size": (
+        PLAIN_ROPE,
+        {"sliding_window": 5},
+        {"sliding_window": 6},
+        "its windows have 6 tokens instead of 5: it does not count the token itself",
+    ),
+    "local_base": (
+        "rope",
+        FULL | {"rope_scaling_layers": "all", "rope_local_theta": 3.0},
+        {"position_settings": lambda settings: settings | {"rope_local_theta": None}},
+        "layers with a window have the base of the frequencies of the other layers",
+    ),
+    "temperature": (
+        "rope",
+        {
+            "num_layers": 4,
+            "layers_without_positions": 2,
+            "temperature_scale": 0.5,
+            "temperature_floor_scale": 3,
+        },
+        {"temperature_scale": 0.0},
+        "it ignores the temperature",
+    ),
+    "share": (
+        "tape",
+        {"rope_share": 0.5},
+        {"position_settings": lambda settings: settings | {"rope_share": 1.0}},
+        "it rotates all frequencies instead of a share of them",
+    ),
+    "gate": (
+        OWN_CLASSES,
+        {},
+        {"gate_input": "attention"},
+        "the gate of the position MLP reads the output of attention instead of mlp",
+    ),
+    "tape_base": (
+        OWN_CLASSES,
+        {"rope_theta": 500.0},
+        {"rope_parameters": lambda rope: rope | {"rope_theta": 10000.0}},
+        "the base of its frequencies is 10,000 instead of 500",
+    ),
+    "tape_scaling": (
+        OWN_CLASSES,
+        YARN,
+        {"rope_parameters": lambda rope: {"rope_type": "default", "rope_theta": 10.0}},
+        "it ignores the scaling of positions (yarn, factor 4)",
+    ),
+    "fire": (
+        "fire",
+        {"fire_threshold": 3.0},
+        {"position_settings": lambda settings: settings | {"fire_threshold": 512.0}},
+        "the encoding has its default settings: it did not find fire_threshold",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_CONFIG)
+def test_a_fault_in_config_json_is_found_and_named(name, tmp_path):
+    kind, settings, changes, sentence = FAULTS_OF_CONFIG[name]
+    made = make(tmp_path, kind, label=f"fault_{name}", **settings)
+    assert checked(made).is_equal
+    change_config(made, **changes)
+    report = checked(made)
+    assert not report.is_equal
+    assert report.cause.startswith(sentence), report.text()
+
+
+def scale_again(model):
+    rotary = model.model.rotary_emb
+    unscaled = 10.0 ** (-torch.arange(0, 8, 2) / 8)
+    rotary.inv_freq = rotary.inv_freq**2 / unscaled
+
+
+def round_frequencies(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16().float()
+
+
+def round_angles(model):
+    rotary = model.model.rotary_emb
+
+    def forward(x, position_ids):
+        angles = position_ids[..., None].bfloat16() * rotary.inv_freq.bfloat16()
+        angles = torch.cat([angles, angles], dim=-1).float()
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    rotary.forward = forward
+
+
+def round_angles_and_phases(model):
+    round_angles(model)
+    forward = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: tuple(
+        phases.bfloat16().to(x.dtype) for phases in forward(x, position_ids)
+    )
+
+
+def round_phases(model):
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, inputs, output: tuple(x.bfloat16().to(x.dtype) for x in output)
+    )
+
+
+def round_state(model):
+    for layer in model.model.layers[:-1]:
+        layer.position.register_forward_hook(
+            lambda module, inputs, state: state.bfloat16().to(state.dtype)
+        )
+
+
+def transpose_mixing(model):
+    for layer in model.model.layers[:-1]:
+        weight = layer.position.token_mixing.weight
+        weight.data = weight.data.T.contiguous()
+
+
+def skip_updates(model):
+    for layer in model.model.layers[:-1]:
+        layer.position.register_forward_hook(lambda module, inputs, state: inputs[0])
+
+
+FAULTS_OF_ENGINES = {
+    "twice": (PLAIN_ROPE, YARN, scale_again, "it applies the scaling of positions (yarn"),
+    "frequencies": (PLAIN_ROPE, {}, round_frequencies, "its frequencies are rounded to bf16"),
+    "angles": (PLAIN_ROPE, {}, round_angles, "it computes angles, positions times frequencies"),
+    "angles_and_phases": (
+        PLAIN_ROPE,
+        {},
+        round_angles_and_phases,
+        "it computes angles, positions times frequencies",
+    ),
+    "phases": (PLAIN_ROPE, {}, round_phases, "its phases are rounded to bf16"),
+    "state": (OWN_CLASSES, {}, round_state, "its position state is in bf16"),
+    "mixing": (
+        OWN_CLASSES,
+        {"num_query_groups": 4},
+        transpose_mixing,
+        "token_mixing is transposed",
+    ),
+    "updates": (OWN_CLASSES, {}, skip_updates, "it does not update the position state"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_ENGINES)
+def test_a_fault_of_an_engine_is_found_and_named(name, tmp_path, monkeypatch):
+    kind, settings, fault, sentence = FAULTS_OF_ENGINES[name]
+    made = make(tmp_path, kind, label=f"engine_{name}", seq_length=512, **settings)
+    plant(monkeypatch, fault)
+    report = checked(made)
+    assert not report.is_equal
+    assert report.cause.startswith(sentence), report.text()
+
+
+def test_the_report_names_the_first_layer_and_position(tmp_path, monkeypatch):
+    made = make(tmp_path, OWN_CLASSES, label="first_layer")
+
+    def fault(model):
+        model.model.layers[1].position.register_forward_hook(
+            lambda module, inputs, state: state * 1.5
+        )
+
+    plant(monkeypatch, fault)
+    report = checked(made, layers=64)
+    # The state after layer 1 is read by layer 2. The token at position 0 attends only to itself.
+    assert report.difference == (
+        "one pass, fp32: first at position 8; layer 2 is the first that differs, at 8."
+    )
+    assert report.cause == "none of the known faults computes these logits."
+    every = next(check for check in report.checks if check.name == "every token, fp32")
+    assert not every.is_equal  # the state itself differs
+    assert "DIFFERENT" in report.text()
+
+
+def test_a_difference_at_position_0_is_not_one_of_positions(tmp_path):
+    made = make(tmp_path, PLAIN_ROPE, label="weights")
+    with changed_weights(made.directory) as weights:
+        weights["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    report = checked(made)
+    assert report.cause.startswith("not the positions, since the token at position 0 differs")
+
+
+def test_a_fault_only_in_bf16(tmp_path, monkeypatch):
+    """The model computes its angles in bf16 only if its weights are in bf16."""
+    made = make(tmp_path, PLAIN_ROPE, label="half", seq_length=512)
+
+    def fault(model):
+        if model.dtype == torch.bfloat16:
+            round_angles(model)
+
+    plant(monkeypatch, fault)
+    report = checked(made, ("fp32", "bf16"))
+    assert [check.is_equal for check in report.checks] == [True] * 3 + [False] * 3
+    assert report.cause.startswith("it computes angles")
+
+
+def test_a_fault_only_with_a_cache(tmp_path, monkeypatch):
+    made = make(tmp_path, PLAIN_ROPE, label="cached", seq_length=64)
+
+    def fault(model):
+        forward = model.forward
+
+        def shifted(*arguments, **inputs):
+            if inputs["use_cache"] and inputs["input_ids"].shape[1] == 1:
+                inputs["position_ids"] = inputs["position_ids"] - 1
+            return forward(*arguments, **inputs)
+
+        model.forward = shifted
+
+    plant(monkeypatch, fault)
+    report = checked(made)
+    assert [check.is_equal for check in report.checks] == [True, False, True]
+    assert report.difference.startswith("with a cache, in chunks, fp32: first at position 32")
+
+
+def test_without_a_checkpoint_config_json_counts(tmp_path):
+    made = make(tmp_path, PLAIN_ROPE, label="alone", **YARN)
+    change_config(made, rope_theta=30.0, rope_parameters=lambda rope: rope | {"rope_theta": 30.0})
+    verification = Verification(described_by(made.directory))
+    check_transformers(verification, made.directory, FP32, layers=64)
+    assert verification.report().is_equal
+    assert not checked(made).is_equal
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        (PLAIN_ROPE, SWAN),
+        (OWN_CLASSES, YARN),
+        ("tape", WINDOWS["tape_local_theta"]),
+        ("alibi", {}),
+        ("fox", {}),
+        ("randpe", {}),
+        ("cope", {}),
+    ],
+)
+def test_all_checks_pass_with_windows_and_every_kind_of_encoding(kind, settings, tmp_path):
+    made = make(tmp_path, kind, label=f"passes_{kind}", **settings)
+    report = checked(made, ("fp32", "bf16"), layers=64)
+    assert report.is_equal, report.text()
+    assert len(report.checks) in (6, 7)
+
+
+# to-hf and the program.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [PLAIN_ROPE, OWN_CLASSES, "fox"])
+def test_an_export_is_verified_before_it_appears(kind, dtype, tmp_path, monkeypatch, capsys):
+    from convert_checkpoint import to_hf
+
+    made = (
+        make(tmp_path, kind, label=f"export_{kind}_{dtype}", rope_theta=500.0)
+        if (kind != "fox")
+        else make(tmp_path, kind, label=f"export_{kind}_{dtype}")
+    )
+    options = dict(
+        checkpoint=str(made.checkpoint),
+        adapter=False,
+        rope_scaling=None,
+        rope_scaling_factor=None,
+        dtype=dtype,
+        tokenizer="none",
+    )
+    to_hf(str(tmp_path / "good"), no_verify=False, **options)
+    assert "verified: transformers computes the logits of the training" in capsys.readouterr().err
+
+    plant(monkeypatch, lambda model: model.model.layers[1].mlp.up_proj.weight.data.mul_(1.1))
+    with pytest.raises(CheckpointError, match="computes something else"):
+        to_hf(str(tmp_path / "bad"), no_verify=False, **options)
+    assert not (tmp_path / "bad").exists()
+    to_hf(str(tmp_path / "bad"), no_verify=True, **options)
+    assert (tmp_path / "bad" / "config.json").exists()
+
+
+def run_program(capsys, *arguments):
+    import verify as program
+
+    old = sys.argv
+    sys.argv = ["verify.py", *map(str, arguments)]
+    try:
+        status = program.main()
+    finally:
+        sys.argv = old
+    return status, capsys.readouterr().out
+
+
+def test_the_program_prints_a_table_and_returns_a_status(tmp_path, capsys):
+    made = make(tmp_path, OWN_CLASSES, label="program", rope_theta=500.0)
+    status, out = run_program(capsys, made.directory, "--against", made.checkpoint)
+    assert status == 0
+    assert re.search(r"^position +0 +8 +15 +16 +32 +64 +allowed$", out, re.M)
+    assert len(re.findall(r"^.*, (?:fp32|bf16) .* equal$", out, re.M)) == 7
+
+    # A checkpoint is exported first.
+    assert run_program(capsys, made.checkpoint, "--precision", "fp32")[0] == 0
+
+    change_config(made, rope_parameters=lambda rope: rope | {"rope_theta": 10000.0})
+    status, out = run_program(
+        capsys, made.directory, "--against", made.checkpoint, "--lengths", "20", "40"
+    )
+    assert status == 1
+    assert "Likely cause: the base of its frequencies is 10,000 instead of 500" in out
+    assert re.search(r"^position +0 +20 +40 +allowed$", out, re.M)
+
+
+def test_logits_of_another_engine(tmp_path, capsys):
+    made = make(tmp_path, PLAIN_ROPE, label="other_engine", rope_theta=500.0)
+    tokens = tmp_path / "tokens.npz"
+    assert run_program(capsys, made.directory, "--write-tokens", tokens)[0] == 0
+    with np.load(tokens) as archive:
+        ids = archive["tokens"]
+        positions = archive["positions"]
+    with torch.no_grad():
+        logits = made.loaded(torch.from_numpy(ids)[None]).logits[0, positions].numpy()
+    good = tmp_path / "good.npz"
+    np.savez(good, tokens=ids, positions=positions, logits=logits)
+    assert run_program(capsys, made.directory, "--logits", good)[0] == 0
+
+    made.loaded.model.rotary_emb.inv_freq = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    with torch.no_grad():
+        logits = made.loaded(torch.from_numpy(ids)[None]).logits[0, positions]
+    bad = tmp_path / "bad.npz"
+    np.savez(bad, tokens=ids, positions=positions, logprobs=logits.log_softmax(-1).numpy())
+    status, out = run_program(capsys, made.directory, "--logits", bad)
+    assert status == 1
+    assert "the base of its frequencies is 10,000 instead of 500" in out
+
+
+def test_models_that_cannot_be_compared(tmp_path, capsys):
+    made = make(tmp_path, PLAIN_ROPE, label="unknown")
+    change_config(made, model_type="gemma")
+    with pytest.raises(ValueError, match="cannot be compared: model_type .*--against"):
+        run_program(capsys, made.directory)
+    assert verify.EVERY_TOKEN == 8192

@@ -1,0 +1,234 @@
+"""Check that an inference engine computes what a model computes in training, at positions up to
+four times the trained length.
+
+    python tools/verify.py exported/tape_demo --against runs/demo/tape
+    python tools/verify.py models/Qwen3-0.6B --engine vllm
+    python tools/verify.py models/Qwen3-0.6B --write-tokens tokens.npz
+    python tools/verify.py models/Qwen3-0.6B --logits logits.npz
+
+Prints a table of errors by position, the first layer and position that differ, and the likely
+cause. Exit statuses: 0 equal, 1 different, 2 cannot be compared.
+"""
+
+import argparse
+from pathlib import Path
+
+from megatron_tape import command_line
+from megatron_tape.errors import ConfigError, FileError, UserError
+
+TRANSFORMERS = "transformers"
+VLLM = "vllm"
+PRECISIONS = ("fp32", "bf16")
+
+
+def main() -> int:
+    """Parse the command line, compare, and print the report. Returns the exit status."""
+    arguments = parser().parse_args()
+    if arguments.engine == VLLM and arguments.logits is not None:
+        raise ConfigError("--logits", "cannot be combined with --engine", "omit one of them")
+    # Imported here, since importing torch takes seconds.
+    from megatron_tape.evaluation.model_source import find_model
+    from megatron_tape.extension.rope_scaling import read_options
+    from megatron_tape.huggingface.verification.verify import Verification
+
+    scaling = read_options(arguments.rope_scaling, arguments.rope_scaling_factor)
+    source = find_model(arguments.model, average=arguments.average, scaling=scaling)
+    source.check_code(arguments.trust_remote_code)
+    trained = find_trained(arguments, source)
+    verification = Verification(trained, arguments.lengths)
+
+    if arguments.write_tokens is not None:
+        from megatron_tape.huggingface.verification.logits_file import write_tokens
+
+        write_tokens(arguments.write_tokens, verification.whole_sequence(arguments.every_token))
+        print(f"wrote the tokens to {arguments.write_tokens}")
+        return 0
+
+    if arguments.logits is not None:
+        verification.title = f"{arguments.logits}, computed with {arguments.model}"
+        check_logits(verification, arguments.logits)
+    else:
+        with source.in_transformers_format() as directory:
+            if arguments.engine == VLLM:
+                check_vllm(verification, directory, arguments)
+            else:
+                check_transformers(verification, directory, arguments, source.needs_trust)
+    verification.title += f", against {trained.name} in plain torch (float64)"
+    report = verification.report()
+    print(report.text())
+    return 0 if report.is_equal else 1
+
+
+def find_trained(arguments: argparse.Namespace, source):
+    """Return the model that the engine should compute (`Trained`). `source` is the `ModelSource` of
+    the model that the engine reads.
+    """
+    from dataclasses import replace
+
+    from megatron_tape.evaluation.model_source import find_model
+    from megatron_tape.huggingface.export.saved_weights import open_weights
+    from megatron_tape.huggingface.verification.trained import described_by, trained_by
+
+    expected = source
+    if arguments.against is not None:
+        expected = find_model(arguments.against, average=arguments.average, scaling=source.scaling)
+    try:
+        if expected.is_checkpoint:
+            trained = trained_by(open_weights(expected.path, expected.average))
+        else:
+            trained = described_by(expected.path)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise FileError(
+            arguments.model,
+            f"cannot be compared: {error}",
+            "give the checkpoint of its training with --against",
+        ) from None
+    if source.scaling is not None:
+        scaled = source.scaling.scaled(trained.model, expected.path)
+        trained = replace(trained, model=scaled)
+    return trained
+
+
+def check_transformers(
+    verification, directory: Path, arguments: argparse.Namespace, trust: bool
+) -> None:
+    """Add the checks of transformers to a `Verification`."""
+    from megatron_tape.huggingface.verification.verify import (
+        PRECISIONS,
+        Precision,
+        check_transformers,
+        transformers_version,
+    )
+
+    verification.title = f"{arguments.model} in transformers {transformers_version()}"
+    for name in arguments.precision:
+        dtype = PRECISIONS[name]
+        check_transformers(
+            verification,
+            directory,
+            Precision(dtype, dtype),
+            whole=arguments.every_token,
+            layers=arguments.every_token,
+            trust_remote_code=trust,
+        )
+
+
+def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> None:
+    """Add the checks of vLLM to a `Verification`."""
+    from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
+
+    from megatron_tape.huggingface.verification.sequences import Outputs
+    from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
+
+    verification.title = f"{arguments.model} in vLLM"
+    python = find_python(arguments.engine_python)
+    sequence = verification.whole_sequence(arguments.every_token)
+    for name in arguments.precision:
+        dtype = PRECISIONS[name]
+        found, served = run_vllm(python, directory, sequence, dtype)
+        if len(served) < len(sequence.compared):
+            verification.notes.append(
+                f"vLLM serves no positions after {served[-1]:,} (max_position_embeddings)."
+            )
+            sequence = sequence.until(served[-1])
+        for way, logits in found.items():
+            precision = Precision(dtype, dtype)
+            verification.add(f"{way}, {name}", sequence, Outputs(logits), precision)
+
+
+def check_logits(verification, path: Path) -> None:
+    """Add the check of a file of logits to a `Verification`."""
+    import torch
+
+    from megatron_tape.huggingface.verification.logits_file import read_logits
+    from megatron_tape.huggingface.verification.sequences import Outputs
+    from megatron_tape.huggingface.verification.verify import Precision
+
+    sequence, logits, is_normalized = read_logits(path, verification.vocab_size)
+    precision = Precision(torch.float32, torch.float32)
+    verification.add("logits, fp32", sequence, Outputs(logits), precision, is_normalized)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = command_line.Parser(description=__doc__)
+    add = result.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="an export, another model in transformers format, or a run or checkpoint, which is"
+        " exported to a temporary directory",
+    )
+    add(
+        "--against",
+        metavar="CHECKPOINT",
+        help="the run or checkpoint from which MODEL was exported (default: what MODEL's"
+        " config.json says)",
+    )
+    add(
+        "--engine",
+        choices=(TRANSFORMERS, VLLM),
+        default=TRANSFORMERS,
+        help="what computes MODEL (default: %(default)s)",
+    )
+    add(
+        "--engine-python",
+        type=command_line.path,
+        metavar="PYTHON",
+        help="the Python that has vLLM (default: that of .venv-vllm)",
+    )
+    add(
+        "--logits",
+        type=command_line.path,
+        metavar="FILE",
+        help="compare logits that another engine has computed, an .npz file (docs/serving.md has"
+        " its format)",
+    )
+    add(
+        "--write-tokens",
+        type=command_line.path,
+        metavar="FILE",
+        help="only write the tokens to read for --logits",
+    )
+    add(
+        "--lengths",
+        nargs="+",
+        type=command_line.whole_number,
+        default=[],
+        metavar="N",
+        help="positions to compare, besides 0 (default: L/2, L - 1, L, 2 L and 4 L for the trained"
+        " length L)",
+    )
+    add(
+        "--every-token",
+        type=command_line.whole_number,
+        default=8192,
+        metavar="N",
+        help="largest position of texts of which all tokens are read; other texts have only groups"
+        " of tokens near the positions (default: %(default)s)",
+    )
+    add(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=PRECISIONS,
+        help="precisions of the engine (default: fp32 bf16)",
+    )
+    add(
+        "--average",
+        action="store_true",
+        help="use the averaged weights of a run with train.average",
+    )
+    command_line.add_rope_scaling(add)
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python files in MODEL that are not this project's",
+    )
+    return result
+
+
+if __name__ == "__main__":
+    command_line.run(main)
