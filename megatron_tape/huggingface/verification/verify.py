@@ -425,27 +425,38 @@ def _check_layers(
     pass.
     """
     trained = verification.trained
-    plain = PlainModel(trained.model, trained.weights, rounded_to=precision.weights)
     compared = list(sequence.compared)
-    _, first_state, shared = plain.embedded(sequence)
+    exact = PlainModel(trained.model, trained.weights, torch.float64, precision.weights)
+    rounded = PlainModel(trained.model, trained.weights, *precision)
+    # The state that enters the first layer, which exports may pass in another form.
+    beginnings = {plain: plain.embedded(sequence)[1:] for plain in (exact, rounded)}
     errors = [0.0] * len(compared)
+    of_plain = list(errors)
+
+    def states_after(plain: PlainModel, layer: int, entering: LayerStates) -> list[Tensor]:
+        """Return what plain torch computes for the compared tokens: hidden states (P, C) and, if
+        the layer updates it, the position state (P, ...).
+        """
+        state, shared = beginnings[plain]
+        if layer > 0 and entering.position_state is not None:
+            state = entering.position_state.to(plain.dtype)[:, None]
+        hidden_states = entering.hidden_states.to(plain.dtype)[:, None]
+        hidden_states, state = plain.run_layer(layer, hidden_states, state, shared, compared)
+        if not plain.encoding.updates(layer):
+            return [hidden_states.flatten(1)]
+        return [hidden_states.flatten(1), state.flatten(1)]
 
     def compare(layer: int, entering: LayerStates, leaving: LayerStates) -> None:
         """Compare what leaves a layer at the compared tokens."""
-        state = first_state
-        # The first state is the same for all groups and, in some exports, None.
-        if layer > 0 and entering.position_state is not None:
-            state = entering.position_state.double()[:, None]
-        expected, expected_state = plain.run_layer(
-            layer, entering.hidden_states.double()[:, None], state, shared, compared
-        )
-        of_layer = _errors(leaving.hidden_states, expected[:, 0])
-        if leaving.position_state is not None and plain.encoding.updates(layer):
-            found = leaving.position_state.flatten(1)
-            of_state = _errors(found, expected_state.flatten(1))
-            of_layer = [max(pair) for pair in zip(of_layer, of_state, strict=True)]
-        errors[:] = [max(pair) for pair in zip(errors, of_layer, strict=True)]
+        found = [leaving.hidden_states]
+        if leaving.position_state is not None:
+            found.append(leaving.position_state.flatten(1))
+        expected = states_after(exact, layer, entering)
+        in_plain = states_after(rounded, layer, entering)
+        for of_found, of_expected, of_rounded in zip(found, expected, in_plain, strict=False):
+            errors[:] = map(max, errors, _errors(of_found, of_expected))
+            of_plain[:] = map(max, of_plain, _errors(of_rounded, of_expected))
 
     engine.layer_by_layer(sequence, compare)
-    allowed = _FLOORS[torch.float32]
+    allowed = max(_TWICE * max(of_plain), _FLOORS[torch.float32])
     verification.checks.append(Check(name, sequence.compared_positions, errors, allowed))
