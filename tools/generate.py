@@ -97,9 +97,13 @@ def continuations(
     """Yield the text that the model in `directory` adds to each prompt.
 
     `arguments` are those of the command line. Checks all prompts before it loads weights. Raises
-    FileError if the model cannot be loaded, and UserError for a prompt that is too long.
+    FileError if the model cannot be loaded, or has other positions than in its training, and
+    UserError for a prompt that is too long.
     """
     import transformers
+
+    from megatron_tape.huggingface.verification.phases import check_loaded
+    from megatron_tape.huggingface.verification.position_record import check_config
 
     def load_with(from_pretrained: Callable):
         """Load the tokenizer or the model with a function of the signature of `from_pretrained`."""
@@ -108,6 +112,7 @@ def continuations(
         except Exception as error:  # any error of the libraries below, often with many lines
             raise FileError(arguments.model, f"cannot be loaded: {one_line(error)}") from None
 
+    check_config(directory)
     tokenizer = load_with(read_tokenizer)
     requests = []
     for number, prompt in enumerate(prompts, 1):
@@ -119,6 +124,7 @@ def continuations(
 
     with command_line.step(f"loading {arguments.model}"):
         model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
+        check_loaded(model, directory)
     # Of the model's own settings, only the ids of special tokens are kept.
     model.generation_config = transformers.GenerationConfig(
         **_sampling(arguments),

@@ -17,6 +17,8 @@ from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.pretrained import cache_keyword, cannot_load, load_pretrained
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
+from megatron_tape.huggingface.verification.phases import check_loaded
+from megatron_tape.huggingface.verification.position_record import check_config
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.text import counted
 
@@ -241,13 +243,14 @@ def load_model(
     saved_tokenizer: Tokenizer | None = None,
 ) -> HFModel:
     """Load a model in transformers format from safetensors files. Raises FileError if transformers
-    cannot load it.
+    cannot load it, or computes other positions than its training (see `verification.phases`).
 
     `saved_tokenizer` is the tokenizer of the training. If given, it encodes and decodes texts, and
     the directory needs no tokenizer.
     """
     import transformers
 
+    check_config(directory)
     model = load_pretrained(directory, DTYPES[dtype], trust_remote_code)
     # Texts are generated greedily, without the model's settings for sampling or repetition.
     model.generation_config = transformers.GenerationConfig(
@@ -275,7 +278,9 @@ def load_model(
         config=read_settings(directory / "config.json"),
         has_tokenizer=saved_tokenizer is not None or tokenizer is not None,
     )
-    return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
+    loaded = HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
+    check_loaded(loaded.model, directory)
+    return loaded
 
 
 def choose_device(name: str) -> str:

@@ -16,6 +16,12 @@ from megatron_tape.huggingface.export.to_transformers import (
     write_model,
 )
 from megatron_tape.huggingface.imports.config_json import read_settings
+from megatron_tape.huggingface.verification.position_record import (
+    POSITIONS,
+    check_config,
+    record_of,
+    write_positions,
+)
 from megatron_tape.huggingface.verification.verify import verify_export
 from megatron_tape.position import model_config
 
@@ -65,9 +71,11 @@ def link_scaled(scaling: RopeScaling, source: Path, output: Path) -> None:
     """Create the directory `output` with the model of `source`, a directory in transformers format,
     and scaled positions.
 
-    Only config.json is written; all other files are symbolic links to those of `source`. Raises
-    ConfigError if the model cannot have the scaling.
+    Only config.json and positions.json are written; all other files are symbolic links to those of
+    `source`. Raises ConfigError if the model cannot have the scaling, and FileError if `source` has
+    a positions.json that differs from its config.json.
     """
+    check_config(source)
     settings = read_settings(source / _CONFIG)
     scaled = scaling.scaled_transformers_model(settings, source)
     # Number of rows and dtype do not matter, since no key that depends on them is used.
@@ -78,6 +86,8 @@ def link_scaled(scaling: RopeScaling, source: Path, output: Path) -> None:
 
     output.mkdir()
     for file in source.resolve().iterdir():
-        if file.name != _CONFIG:
+        if file.name not in (_CONFIG, POSITIONS):
             (output / file.name).symlink_to(file)
-    write_json(output / _CONFIG, settings | changed)
+    settings |= changed
+    write_json(output / _CONFIG, settings)
+    write_positions(output, record_of(scaled, settings))

@@ -56,6 +56,7 @@ from megatron_tape.huggingface.tokenizer_files import (
     ExportedTokenizer,
     write_tokenizer,
 )
+from megatron_tape.huggingface.verification.position_record import record_of, write_positions
 from megatron_tape.huggingface.verification.verify import verify_export
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
@@ -70,7 +71,8 @@ _GIVE_TOKENIZER = (
 )
 _EXPORTED_FILES = re.compile(
     r"(base/)?("
-    r"README\.md|(config|generation_config|adapter_config|tokenizer|tokenizer_config)\.json|tokenizer\.model"
+    r"README\.md|(config|generation_config|adapter_config|tokenizer|tokenizer_config|positions)\.json"
+    r"|tokenizer\.model"
     r"|(model(-\d+-of-\d+)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\w+_tape\.py|__pycache__/\w+_tape\.[\w.-]+\.pyc"
     r")"
@@ -204,6 +206,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
             )
 
     write_json(directory / "config.json", config | ids)
+    write_positions(directory, record_of(model, config))
     write_json(directory / GENERATION, generation)
     if encoding.exports_to == "tape":
         write_code(directory)

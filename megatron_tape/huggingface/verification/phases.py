@@ -1,0 +1,288 @@
+"""The positions that a loaded model of transformers really uses, compared with those of its
+training.
+
+Axes: P positions, G key/value heads, D head dimension, R rotated elements of a head, S tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tape.errors import FileError
+from megatron_tape.huggingface.imports.config_json import ENCODED, PHI3
+from megatron_tape.huggingface.verification.position_record import (
+    NO_ROTATION,
+    POSITIONS,
+    LayerRecord,
+    PositionRecord,
+    read_positions,
+)
+from megatron_tape.text import counted
+
+OWN_TYPES = ("tape", ENCODED)
+"""The values of `model_type` of this project's own classes."""
+_ATTENTION = "tape_record_keys"
+"""Name under which transformers knows the attention function that records keys."""
+_SEED = 2606
+
+
+@dataclass(frozen=True)
+class LayerPositions:
+    """The positions that one layer of a model uses."""
+
+    phases: Tensor | None
+    """The complex numbers by which queries and keys are multiplied, [real parts | imaginary parts],
+    float32 (P, R), on the CPU. None if the layer has no state to rotate by.
+
+    In layers whose phases depend on the tokens' content, they are those of random inputs and of the
+    first key/value head. A number is NaN if the keys are zero, so that it cannot be measured.
+    """
+    window: int | None
+    """Number of tokens to which a token attends, itself included. None if they are all."""
+    dtype: torch.dtype
+    """The dtype in which the model computed, which limits the precision of `phases`."""
+
+
+def check_loaded(model: Any, directory: Path) -> None:
+    """Raise FileError if the positions of a loaded model of transformers, with the weights in
+    `directory`, are not those of its training. Without a record in `directory`, nothing is checked.
+
+    The model runs once, over as many tokens as the record has positions.
+    """
+    record = read_positions(directory)
+    if record is None:
+        return
+    measured = measured_phases(model, record.positions)
+    if len(measured) != len(record.layers):
+        raise FileError(
+            directory,
+            f"has {len(measured)} layers in transformers, but {len(record.layers)} in the training",
+            f"export the model again, or delete {POSITIONS} to use it nevertheless",
+        )
+
+    differences = {}
+    for layer, (found, expected) in enumerate(zip(measured, record.layers, strict=True)):
+        difference = _difference(record, expected, found)
+        if difference is not None:
+            differences[layer] = difference
+    if differences:
+        raise _error(directory, differences)
+
+
+def _error(directory: Path, differences: dict[int, str]) -> FileError:
+    """Return the error about a model whose layers (from 0) have these differences."""
+    import transformers
+
+    first = min(differences)
+    more = ""
+    if len(differences) > 1:
+        more = f"; in all, {len(differences)} layers differ"
+    return FileError(
+        directory,
+        f"has other positions in this version of transformers ({transformers.__version__}) than in"
+        f" the training: layer {first} (counted from 0) {differences[first]}{more}",
+        f"use another version of transformers, or delete {POSITIONS} to use the model nevertheless",
+    )
+
+
+def _difference(record: PositionRecord, expected: LayerRecord, found: LayerPositions) -> str | None:
+    """Return how a layer differs from the record, as a clause that continues "layer 0"; None if it
+    does not.
+    """
+    if found.window != expected["window"]:
+        return f"has {_window(found.window)} instead of {_window(expected['window'])}"
+    name = expected["phases"]
+    if name is None:  # the phases depend on the tokens' content
+        return None
+    if name == NO_ROTATION:
+        if found.phases is None:
+            return None
+        target = _unrotated_like(found.phases)
+    else:
+        target = torch.tensor(record.phases[name], dtype=torch.float32)
+    phases = found.phases
+    if phases is None:
+        phases = _unrotated_like(target)
+    if phases.shape != target.shape:
+        return f"rotates {phases.shape[1]} elements of a head instead of {target.shape[1]}"
+
+    factors, moduli = (_complex(x).abs() for x in (phases, target))
+    # Angles are products of positions and frequencies, which other programs may round differently.
+    allowed = 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
+    allowed = (allowed * moduli.max().clamp(min=1))[:, None]
+    if not _exceeds(phases - target, allowed).any():
+        return None
+    if name == NO_ROTATION:
+        return "rotates queries and keys, but has no positions in the training"
+    if not _exceeds(phases - _unrotated_like(phases), allowed).any():
+        return "does not rotate queries and keys"
+
+    clauses = []
+    # Another factor or another angle: the directions of the complex numbers tell which it is.
+    if _exceeds(factors - moduli, allowed).any():
+        clauses.append(
+            f"multiplies queries and keys by {factors.mean():.6g} instead of {moduli.mean():.6g}"
+        )
+    directions, targets = _complex(phases) / factors, _complex(target) / moduli
+    turned = _exceeds(torch.view_as_real(directions - targets).flatten(1), allowed)
+    # Below the tolerance, a difference may be partly one of the factor and partly one of the angle.
+    if turned.any() or not clauses:
+        rows = turned if turned.any() else _exceeds(phases - target, allowed)
+        first = record.positions[int(rows.any(dim=1).nonzero()[0])]
+        clauses.append(f"rotates queries and keys by other angles from position {first} on")
+    return " and ".join(clauses)
+
+
+def _exceeds(differences: Tensor, allowed_P1: Tensor) -> Tensor:
+    """Return which differences (P, R) are too large. Those that could not be measured (NaN) are
+    not.
+    """
+    return differences.abs() > allowed_P1
+
+
+def _unrotated_like(phases: Tensor) -> Tensor:
+    """Return the phases (P, R) of no rotation: 1 everywhere."""
+    real, imaginary = phases.chunk(2, dim=-1)
+    return torch.cat([torch.ones_like(real), torch.zeros_like(imaginary)], dim=-1)
+
+
+def _window(window: int | None) -> str:
+    """Return a window as a noun with its size."""
+    if window is None:
+        return "no window"
+    return f"a window of {counted(window, 'token')}"
+
+
+@torch.no_grad()
+def measured_phases(model: Any, positions: Sequence[int]) -> list[LayerPositions]:
+    """Return the positions that each layer of a causal language model of transformers uses at the
+    ascending `positions` (P).
+
+    Supports Llama, Mistral, Qwen2, Qwen3, SmolLM3, Phi-3 and this project's exports. The model runs
+    once over P random embeddings, and is not changed. In architectures of transformers, the phases
+    are the ratio of the rotated keys, which attention receives, to those before the rotation, and
+    the window is the one that attention is told. Those of this project's own classes are the inputs
+    of their attention.
+    """
+    measured: dict[int, LayerPositions] = {}
+    own = model.config.model_type in OWN_TYPES
+    recording = _recorded_states if own else _recorded_keys
+    with recording(model, measured):
+        generator = torch.Generator().manual_seed(_SEED)
+        # Not embeddings of tokens, since the row of a padding token may be zero.
+        size = (1, len(positions), model.config.hidden_size)
+        embeddings = torch.randn(size, generator=generator).to(model.device, model.dtype)
+        model.base_model(
+            inputs_embeds=embeddings,
+            position_ids=torch.tensor([list(positions)], device=model.device),
+            # Without a mask, transformers would read gaps between positions as packed sequences.
+            attention_mask=torch.ones(1, len(positions), dtype=torch.int64, device=model.device),
+            use_cache=False,
+        )
+    return [measured[layer] for layer in sorted(measured)]
+
+
+@contextmanager
+def _recorded_states(model: Any, measured: dict[int, LayerPositions]) -> Iterator[None]:
+    """Within the context, forward passes of this project's classes write what attention receives to
+    `measured`, by layer.
+    """
+
+    def record(attention: Any, arguments: tuple) -> None:
+        """Record the inputs of the attention of one layer."""
+        state = arguments[1]
+        window = None
+        # TAPE's classes give the state (1, P, G, D), the others an encoding's `PositionInputs`.
+        if not isinstance(state, Tensor):
+            window = attention.config.window_of(attention.layer_idx)
+            state = state.z_TBGD
+            if state is not None:
+                state = state.transpose(0, 1)
+        phases = None
+        dtype = arguments[0].dtype
+        if state is not None:
+            phases = state[0, :, 0].float().cpu()
+            dtype = state.dtype
+        measured[attention.layer_idx] = LayerPositions(phases, window, dtype)
+
+    with ExitStack() as hooks:
+        for layer in model.base_model.layers:
+            hooks.enter_context(_hook(layer.self_attn.register_forward_pre_hook, record))
+        yield
+
+
+@contextmanager
+def _recorded_keys(model: Any, measured: dict[int, LayerPositions]) -> Iterator[None]:
+    """Within the context, forward passes of a model of transformers write the phases of keys to
+    `measured`, by layer. Attention returns zeros.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = model.config
+    # Phi-3 may rotate only the first elements of a head.
+    R = 2 * model.base_model.rotary_emb.inv_freq.numel()
+    unrotated: dict[int, Tensor] = {}
+
+    def keep(module: Any, arguments: tuple, output: Tensor) -> None:
+        """Keep the keys before the rotation, (1, P, G, D)."""
+        layer = layers_by_module[module]
+        keys = output
+        if config.model_type == PHI3:
+            heads, groups = config.num_attention_heads, config.num_key_value_heads
+            _, keys, _ = output.unflatten(-1, (heads + 2 * groups, -1)).split(
+                [heads, groups, groups], dim=-2
+            )
+        unrotated[layer] = keys.reshape(1, keys.shape[1], config.num_key_value_heads, -1)
+
+    def attend(module: Any, query: Tensor, key: Tensor, *_: Any, **options: Any) -> tuple:
+        """Record the rotated keys (1, G, P, D), and return zeros instead of averages."""
+        layer = module.layer_idx
+        phases = _ratio(key.transpose(1, 2)[0, ..., :R], unrotated[layer][0, ..., :R])
+        window = options.get("sliding_window")
+        measured[layer] = LayerPositions(phases.cpu(), window, key.dtype)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    layers_by_module = {}
+    for layer in model.base_model.layers:
+        attention = layer.self_attn
+        names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
+        layers_by_module[getattr(attention, names[0])] = attention.layer_idx
+    implementation = config._attn_implementation
+    with ExitStack() as hooks:
+        for module in layers_by_module:
+            hooks.enter_context(_hook(module.register_forward_hook, keep))
+        ALL_ATTENTION_FUNCTIONS[_ATTENTION] = attend
+        hooks.callback(ALL_ATTENTION_FUNCTIONS.pop, _ATTENTION)
+        config._attn_implementation = _ATTENTION
+        hooks.callback(setattr, config, "_attn_implementation", implementation)
+        yield
+
+
+@contextmanager
+def _hook(register: Callable, function: Callable) -> Iterator[None]:
+    """Register a hook of a module within the context."""
+    handle = register(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _ratio(rotated_PGR: Tensor, keys_PGR: Tensor) -> Tensor:
+    """Return the complex numbers (P, R) by which keys were multiplied, the same for all heads:
+    those with the smallest sum of squared errors.
+    """
+    rotated, keys = _complex(rotated_PGR), _complex(keys_PGR)
+    ratio = (rotated * keys.conj()).sum(dim=1) / keys.abs().square().sum(dim=1)
+    return torch.cat([ratio.real, ratio.imag], dim=-1)
+
+
+def _complex(x: Tensor) -> Tensor:
+    """Return [real | imaginary] (..., R) as complex numbers (..., R/2) in float32 precision."""
+    real, imaginary = x.float().chunk(2, dim=-1)
+    return torch.complex(real, imaginary)
