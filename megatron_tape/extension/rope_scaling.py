@@ -115,7 +115,8 @@ class RopeScaling:
                 f"cannot multiply the scaling of {path}: its attention factor"
                 f" {model.position.rope_attention_factor} is not yarn's default, so the value for"
                 " longer contexts is unknown",
-                "set factor and attention_factor in the config.json of an export",
+                "set factor and attention_factor in the config.json of an export, and delete its"
+                " positions.json",
             )
         return ConfigError(
             OPTION,

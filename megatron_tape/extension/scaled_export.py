@@ -7,6 +7,7 @@ from megatron_tape.checkpoint.directories import read_state
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.extension.rope_scaling import RopeScaling
 from megatron_tape.huggingface.export.model_card import ExportOptions
+from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
     huggingface_config,
@@ -90,4 +91,6 @@ def link_scaled(scaling: RopeScaling, source: Path, output: Path) -> None:
             (output / file.name).symlink_to(file)
     settings |= changed
     write_json(output / _CONFIG, settings)
-    write_positions(output, record_of(scaled, settings))
+    # Foreign code may rotate elsewhere than where the positions of a loaded model are measured.
+    if settings.get("auto_map") in (None, AUTO_MAP, ENCODED_AUTO_MAP):
+        write_positions(output, record_of(scaled, settings))

@@ -126,7 +126,7 @@ def _difference(record: PositionRecord, expected: LayerRecord, found: LayerPosit
     # Another factor or another angle: the directions of the complex numbers tell which it is.
     if _exceeds(factors - moduli, allowed).any():
         clauses.append(
-            f"multiplies queries and keys by {factors.mean():.6g} instead of {moduli.mean():.6g}"
+            f"multiplies queries and keys by {factors.mean():.4g} instead of {moduli.mean():.4g}"
         )
     directions, targets = _complex(phases) / factors, _complex(target) / moduli
     turned = _exceeds(torch.view_as_real(directions - targets).flatten(1), allowed)

@@ -28,7 +28,7 @@ from vllm.sequence import IntermediateTensors
 from .attention_tape import rotate
 from .configuration_tape import TapeConfig
 from .position_tape import TapePhases, TapePosition
-from .vllm_plugin import double_head_size
+from .vllm_plugin import check_positions, double_head_size
 
 
 class VllmTapeAttention(nn.Module):
@@ -187,6 +187,7 @@ class VllmTapeModel(nn.Module):
             prefix=f"{prefix}.embed_tokens",
         )
         self.phases = TapePhases(config)
+        check_positions(vllm_config.model_config.model, self.phases)
         last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
             [

@@ -7,9 +7,15 @@ and keys are padded with zeros to the same size, which does not change scores. T
 attention backend of vLLM can be used.
 """
 
+import json
+from pathlib import Path
+
 ARCHITECTURE = "TapeForCausalLM"
 SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Supported methods of speculative decoding: those that use no hidden states of the model."""
+POSITIONS = "positions.json"
+"""A file of exports: settings in config.json, and phases that the training's code has computed."""
+_DELETE = f"delete {POSITIONS} if the change is intended"
 
 
 def register() -> None:
@@ -67,3 +73,41 @@ def double_head_size(vllm_config) -> None:
         )
     # Computed from hf_config, since a second call must not double it again.
     model.model_arch_config.head_size = 2 * model.hf_config.head_dim
+
+
+def check_positions(directory: str, phases) -> None:
+    """Raise ValueError if the model in `directory` has other positions than in its training.
+
+    `phases` is the model's `TapePhases`. Nothing is checked if `directory` is not a local directory
+    with the file POSITIONS.
+    """
+    import torch
+
+    file = Path(directory, POSITIONS)
+    if not file.is_file():
+        return
+    record = json.loads(file.read_text(encoding="utf-8"))
+    settings = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    for key, exported in record["config"].items():
+        if settings.get(key) != exported:
+            raise ValueError(
+                f"{directory}/config.json has {key} {settings.get(key)}, but was exported with"
+                f" {exported}; export the model again, or {_DELETE}"
+            )
+
+    # Only the first layer's phases do not depend on the tokens. vLLM sets a default dtype and
+    # device for tensors.
+    device = phases.inv_freq.device
+    of_training = record["phases"][record["layers"][0]["phases"]]
+    expected = torch.tensor(of_training, dtype=torch.float32, device=device)
+    positions = torch.tensor(record["positions"], dtype=torch.int64, device=device)
+    errors = (phases(positions) - expected).abs().amax(dim=-1)
+    # Angles are products of positions and frequencies, which another library may round differently.
+    differs = errors > 1e-4 + 4e-7 * positions
+    if differs.any():
+        first = record["positions"][differs.tolist().index(True)]
+        raise ValueError(
+            f"{directory} has other positions in vLLM than in the training: queries"
+            f" and keys are rotated by other angles from position {first} on; remove hf_overrides that"
+            f" change rope_parameters, use another version of transformers, or {_DELETE}"
+        )
