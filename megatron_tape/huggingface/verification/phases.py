@@ -4,7 +4,7 @@ training.
 Axes: P positions, G key/value heads, D head dimension, R rotated elements of a head, S tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,53 +96,63 @@ def _difference(record: PositionRecord, expected: LayerRecord, found: LayerPosit
     """
     if found.window != expected["window"]:
         return f"has {_window(found.window)} instead of {_window(expected['window'])}"
+
     name = expected["phases"]
-    if name is None:  # the phases depend on the tokens' content
-        return None
-    if name == NO_ROTATION:
-        if found.phases is None:
-            return None
-        target = _unrotated_like(found.phases)
-    else:
-        target = torch.tensor(record.phases[name], dtype=torch.float32)
     phases = found.phases
+    # Phases that depend on the tokens' content are not in the record.
+    if name is None or (name == NO_ROTATION and phases is None):
+        return None
+
+    # Angles are products of positions and frequencies, which other programs may round differently.
+    tolerances = 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
+    tolerances_P1 = tolerances[:, None]
+    if name == NO_ROTATION:
+        if _exceeds(phases - _unrotated_like(phases), tolerances_P1).any():
+            return "rotates queries and keys, but has no positions in the training"
+        return None
+
+    target = torch.tensor(record.phases[name], dtype=torch.float32)
     if phases is None:
         phases = _unrotated_like(target)
     if phases.shape != target.shape:
         return f"rotates {phases.shape[1]} elements of a head instead of {target.shape[1]}"
+    return _wrong_phases(phases, target, tolerances_P1, record.positions)
 
-    factors, moduli = (_complex(x).abs() for x in (phases, target))
-    # Angles are products of positions and frequencies, which other programs may round differently.
-    allowed = 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
-    allowed = (allowed * moduli.max().clamp(min=1))[:, None]
-    if not _exceeds(phases - target, allowed).any():
+
+def _wrong_phases(
+    phases: Tensor, target: Tensor, tolerances_P1: Tensor, positions: list[int]
+) -> str | None:
+    """Return how phases (P, R) at `positions` differ from `target` (P, R), as a clause; None if
+    they do not.
+    """
+    factors = _complex(phases).abs()
+    target_factors = _complex(target).abs()
+    tolerances_P1 = tolerances_P1 * target_factors.max().clamp(min=1)
+    wrong = _exceeds(phases - target, tolerances_P1)
+    if not wrong.any():
         return None
-    if name == NO_ROTATION:
-        return "rotates queries and keys, but has no positions in the training"
-    if not _exceeds(phases - _unrotated_like(phases), allowed).any():
+    if not _exceeds(phases - _unrotated_like(phases), tolerances_P1).any():
         return "does not rotate queries and keys"
 
     clauses = []
-    # Another factor or another angle: the directions of the complex numbers tell which it is.
-    if _exceeds(factors - moduli, allowed).any():
-        clauses.append(
-            f"multiplies queries and keys by {factors.mean():.4g} instead of {moduli.mean():.4g}"
-        )
-    directions, targets = _complex(phases) / factors, _complex(target) / moduli
-    turned = _exceeds(torch.view_as_real(directions - targets).flatten(1), allowed)
-    # Below the tolerance, a difference may be partly one of the factor and partly one of the angle.
-    if turned.any() or not clauses:
-        rows = turned if turned.any() else _exceeds(phases - target, allowed)
-        first = record.positions[int(rows.any(dim=1).nonzero()[0])]
+    wrong_angles = wrong
+    if _exceeds(factors - target_factors, tolerances_P1).any():
+        factor = f"{factors.mean():.4g} instead of {target_factors.mean():.4g}"
+        clauses.append(f"multiplies queries and keys by {factor}")
+        # The directions of the complex numbers tell whether angles differ, too.
+        turned = _complex(phases) / factors - _complex(target) / target_factors
+        wrong_angles = _exceeds(turned, tolerances_P1)
+    if wrong_angles.any():
+        first = positions[int(wrong_angles.any(dim=1).nonzero()[0])]
         clauses.append(f"rotates queries and keys by other angles from position {first} on")
     return " and ".join(clauses)
 
 
-def _exceeds(differences: Tensor, allowed_P1: Tensor) -> Tensor:
-    """Return which differences (P, R) are too large. Those that could not be measured (NaN) are
-    not.
+def _exceeds(differences: Tensor, tolerances_P1: Tensor) -> Tensor:
+    """Return which differences, (P, R) or complex (P, R/2), are too large. Those that could not be
+    measured (NaN) are not.
     """
-    return differences.abs() > allowed_P1
+    return differences.abs() > tolerances_P1
 
 
 def _unrotated_like(phases: Tensor) -> Tensor:
@@ -170,8 +180,9 @@ def measured_phases(model: Any, positions: Sequence[int]) -> list[LayerPositions
     of their attention.
     """
     measured: dict[int, LayerPositions] = {}
-    own = model.config.model_type in OWN_TYPES
-    recording = _recorded_states if own else _recorded_keys
+    recording = _recorded_keys
+    if model.config.model_type in OWN_TYPES:
+        recording = _recorded_states
     with recording(model, measured):
         generator = torch.Generator().manual_seed(_SEED)
         # Not embeddings of tokens, since the row of a padding token may be zero.
@@ -212,7 +223,7 @@ def _recorded_states(model: Any, measured: dict[int, LayerPositions]) -> Iterato
 
     with ExitStack() as hooks:
         for layer in model.base_model.layers:
-            hooks.enter_context(_hook(layer.self_attn.register_forward_pre_hook, record))
+            hooks.callback(layer.self_attn.register_forward_pre_hook(record).remove)
         yield
 
 
@@ -224,20 +235,19 @@ def _recorded_keys(model: Any, measured: dict[int, LayerPositions]) -> Iterator[
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = model.config
+    G = config.num_key_value_heads
     # Phi-3 may rotate only the first elements of a head.
     R = 2 * model.base_model.rotary_emb.inv_freq.numel()
     unrotated: dict[int, Tensor] = {}
 
     def keep(module: Any, arguments: tuple, output: Tensor) -> None:
         """Keep the keys before the rotation, (1, P, G, D)."""
-        layer = layers_by_module[module]
         keys = output
         if config.model_type == PHI3:
-            heads, groups = config.num_attention_heads, config.num_key_value_heads
-            _, keys, _ = output.unflatten(-1, (heads + 2 * groups, -1)).split(
-                [heads, groups, groups], dim=-2
-            )
-        unrotated[layer] = keys.reshape(1, keys.shape[1], config.num_key_value_heads, -1)
+            heads = config.num_attention_heads
+            # Queries, keys and values.
+            keys = output.unflatten(-1, (heads + 2 * G, -1))[:, :, heads : heads + G]
+        unrotated[layer_by_module[module]] = keys.reshape(1, keys.shape[1], G, -1)
 
     def attend(module: Any, query: Tensor, key: Tensor, *_: Any, **options: Any) -> tuple:
         """Record the rotated keys (1, G, P, D), and return zeros instead of averages."""
@@ -247,15 +257,13 @@ def _recorded_keys(model: Any, measured: dict[int, LayerPositions]) -> Iterator[
         measured[layer] = LayerPositions(phases.cpu(), window, key.dtype)
         return torch.zeros_like(query).transpose(1, 2), None
 
-    layers_by_module = {}
+    layer_by_module = {}
     for layer in model.base_model.layers:
-        attention = layer.self_attn
-        names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
-        layers_by_module[getattr(attention, names[0])] = attention.layer_idx
+        layer_by_module[_key_module(layer.self_attn)] = layer.self_attn.layer_idx
     implementation = config._attn_implementation
     with ExitStack() as hooks:
-        for module in layers_by_module:
-            hooks.enter_context(_hook(module.register_forward_hook, keep))
+        for module in layer_by_module:
+            hooks.callback(module.register_forward_hook(keep).remove)
         ALL_ATTENTION_FUNCTIONS[_ATTENTION] = attend
         hooks.callback(ALL_ATTENTION_FUNCTIONS.pop, _ATTENTION)
         config._attn_implementation = _ATTENTION
@@ -263,22 +271,22 @@ def _recorded_keys(model: Any, measured: dict[int, LayerPositions]) -> Iterator[
         yield
 
 
-@contextmanager
-def _hook(register: Callable, function: Callable) -> Iterator[None]:
-    """Register a hook of a module within the context."""
-    handle = register(function)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _key_module(attention: Any) -> Any:
+    """Return the module of an attention layer that computes the keys before the rotation."""
+    # The norm, if there is one, follows the projection. Phi-3 projects queries, keys and values at
+    # once.
+    names = [name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name)]
+    return getattr(attention, names[0])
 
 
 def _ratio(rotated_PGR: Tensor, keys_PGR: Tensor) -> Tensor:
     """Return the complex numbers (P, R) by which keys were multiplied, the same for all heads:
     those with the smallest sum of squared errors.
     """
-    rotated, keys = _complex(rotated_PGR), _complex(keys_PGR)
-    ratio = (rotated * keys.conj()).sum(dim=1) / keys.abs().square().sum(dim=1)
+    rotated = _complex(rotated_PGR)
+    keys = _complex(keys_PGR)
+    squares = keys.abs().square().sum(dim=1)
+    ratio = (rotated * keys.conj()).sum(dim=1) / squares
     return torch.cat([ratio.real, ratio.imag], dim=-1)
 
 
