@@ -12,6 +12,7 @@ Other arrays are ignored.
 """
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: archive[name] for name in names}
     except FileError:
         raise
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise FileError(path, f"is not a NumPy archive of arrays ({error})", _FORMAT) from None
 
 

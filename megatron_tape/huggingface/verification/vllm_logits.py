@@ -22,22 +22,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-DEFAULTS = {
+# vLLM reads these variables when it is imported. Those that are set already remain.
+os.environ |= {
     # Errors of an engine in this process are raised here.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # GiB for keys and values on a CPU.
-    "VLLM_CPU_KVCACHE_SPACE": "4",
-    # Otherwise vLLM binds threads to cores, which fails in some containers.
+    # vLLM for CPUs binds threads to cores otherwise, even if it gets a part of the cores only.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # See `served_context`.
+    # See `compute`.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-}
-"""Environment variables, unless they are set. vLLM reads them when it is imported."""
-for variable, value in DEFAULTS.items():
-    os.environ.setdefault(variable, value)
+} | os.environ
 
 import numpy as np
 import torch
@@ -54,55 +50,62 @@ REQUESTS = 16
 """Largest number of requests in a step; vLLM wants a step to have at least as many tokens."""
 
 
-def served_context(model: str) -> int:
-    """Return the number of tokens for which vLLM has positions.
+def cache_bytes(config: Any, tokens: int) -> int:
+    """Return a size of the cache in which `tokens` tokens fit. `config` is vLLM's ModelConfig.
 
-    vLLM counts the token that it generates as part of the context, but computes no position for
-    it. Therefore a prompt may be as long as this if `max_model_len` is larger by one, which vLLM
-    allows only with VLLM_ALLOW_LONG_MAX_MODEL_LEN. Beyond, it reads memory behind its table of
-    sines and cosines.
+    Without it, vLLM takes most of the memory.
     """
-    options = EngineArgs(model=model, skip_tokenizer_init=True)
-    return options.create_model_config().max_model_len
+    keys_and_values = 2 * config.get_total_num_kv_heads() * config.get_head_size()
+    bytes_per_token = config.get_total_num_hidden_layers() * keys_and_values * config.dtype.itemsize
+    # Heads of TAPE models are twice as large in vLLM's cache. Each kind of layer rounds up to
+    # blocks, and has some for itself.
+    return 2 * bytes_per_token * (tokens + 8 * BLOCK)
 
 
-def compute(
-    model: str, prompts: list[list[int]], at_once: bool, **options: Any
-) -> tuple[np.ndarray, list[int]]:
+def compute(config: Any, prompts: list[list[int]], together: bool) -> tuple[np.ndarray, list[int]]:
     """Return the logits (P, V) of the last token of each prompt, and how many tokens of each
     prompt were read from the prefix cache.
 
-    With `at_once`, all prompts are in one batch, otherwise each is alone. `options` are those of
-    `vllm.LLM`.
+    With `together`, all prompts are in one batch, with a prefix cache and prefill in chunks.
+    Otherwise each prompt is alone. `config` is vLLM's ModelConfig.
     """
+    # vLLM counts the token that it generates as part of the context, but computes nothing at its
+    # position. A prompt that fills the context is therefore exact, but vLLM takes it only with a
+    # larger `max_model_len`, and this only with VLLM_ALLOW_LONG_MAX_MODEL_LEN.
+    longest = max(map(len, prompts)) + 1
     llm = vllm.LLM(
-        model,
-        max_model_len=max(map(len, prompts)) + 1,
-        max_num_seqs=REQUESTS,
+        config.model,
+        dtype=config.dtype,
+        max_model_len=longest,
+        kv_cache_memory_bytes=cache_bytes(config, longest),
         block_size=BLOCK,
+        enable_prefix_caching=together,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=CHUNK if together else max(longest, REQUESTS),
+        max_num_seqs=REQUESTS,
         enforce_eager=True,
         # Prompts are token ids.
         skip_tokenizer_init=True,
         logprobs_mode="raw_logits",
         max_logprobs=-1,
-        **options,
     )
     sampling = vllm.SamplingParams(
         temperature=0, max_tokens=1, logprobs=-1, flat_logprobs=True, detokenize=False
     )
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    batches = [requests] if at_once else [[request] for request in requests]
+    batches = [requests] if together else [[request] for request in requests]
     answers = []
     for batch in batches:
         answers += llm.generate(batch, sampling, use_tqdm=False)
 
-    vocab_size = llm.llm_engine.model_config.get_vocab_size()
+    vocab_size = config.get_vocab_size()
     logits = np.full((len(prompts), vocab_size), np.nan, dtype=np.float32)
-    for row, answer in zip(logits, answers, strict=True):
+    for row, prompt, answer in zip(logits, prompts, answers, strict=True):
         found = answer.outputs[0].logprobs
         row[found.token_ids] = found.logprobs
-    if np.isnan(logits).any():
-        raise RuntimeError("vLLM returned NaN, or no logit for some tokens")
+        if np.isnan(row).any():
+            problem = "NaN" if len(set(found.token_ids)) == vocab_size else "only some logits"
+            raise RuntimeError(f"vLLM returned {problem} at position {len(prompt) - 1}")
     cached_tokens = [answer.num_cached_tokens or 0 for answer in answers]
 
     # Free the memory for the next engine.
@@ -128,7 +131,9 @@ def explanation(model: str, error: Exception) -> str:
     """Return one line about an error of vLLM."""
     unknown = unknown_architectures(model)
     if not unknown:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        # Of pydantic's errors, leave out the long value, and an address.
+        problem = str(error).partition(" [type=")[0]
+        return f"{type(error).__name__}: {' '.join(problem.split())}"
     sentence = f"vLLM {vllm.__version__} does not know the architecture {unknown[0]}"
     if unknown[0] == "TapeForCausalLM":
         sentence += f"; install its plug-in: {sys.executable} -m pip install ./transformers_tape"
@@ -153,30 +158,16 @@ def main() -> None:
         tokens = archive["tokens"]
         positions = archive["positions"]
     try:
-        context = served_context(arguments.model)
-        context = min(context, arguments.max_model_len or context)
+        options = EngineArgs(arguments.model, dtype=arguments.dtype, skip_tokenizer_init=True)
+        config = options.create_model_config()
+        # Beyond this context, vLLM reads memory behind its tables of sines and cosines.
+        context = min(config.max_model_len, arguments.max_model_len or config.max_model_len)
         positions = positions[positions < context]
         if not len(positions):
             raise ValueError(f"no prompt fits into the {context} tokens that vLLM serves")
         prompts = [tokens[: position + 1].tolist() for position in positions]
-        longest = max(map(len, prompts))
-        alone, _ = compute(
-            arguments.model,
-            prompts,
-            at_once=False,
-            dtype=arguments.dtype,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=max(longest + 1, REQUESTS),
-        )
-        together, cached_tokens = compute(
-            arguments.model,
-            prompts,
-            at_once=True,
-            dtype=arguments.dtype,
-            enable_prefix_caching=True,
-            enable_chunked_prefill=True,
-            max_num_batched_tokens=CHUNK,
-        )
+        alone, _ = compute(config, prompts, together=False)
+        together, cached_tokens = compute(config, prompts, together=True)
     except Exception as error:
         sys.exit(f"error: {explanation(arguments.model, error)}")
 
