@@ -101,18 +101,21 @@ class TransformersEngine:
         S = len(sequence.ids)
         padding = torch.zeros(PADDING, dtype=torch.int64)
         # The second row repeats the sequence's tokens, beginning with the first.
-        longer = sequence.ids[torch.arange(PADDING + S) % S]
-        ids = torch.stack([torch.cat([padding, sequence.ids]), longer])
+        indices = torch.arange(PADDING + S)
+        first_row = torch.cat([padding, sequence.ids])
+        second_row = sequence.ids[indices % S]
+        ids = torch.stack([first_row, second_row])
         mask = torch.ones_like(ids)
         mask[0, :PADDING] = 0
         inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
         if sequence.has_gaps:
             # As in `generate`, padding has position 0, and a row without padding has 0, 1, ...
             positions = torch.cat([padding, sequence.positions])
-            inputs["position_ids"] = torch.stack([positions, torch.arange(PADDING + S)])
+            inputs["position_ids"] = torch.stack([positions, indices])
 
+        compared = [PADDING + index for index in sequence.compared]
         with _recording(self.model, PADDING + S) as recorder:
-            recorder.read(inputs, [PADDING + index for index in sequence.compared])
+            recorder.read(inputs, compared)
         return recorder.outputs()
 
     def _read(
@@ -133,7 +136,8 @@ class TransformersEngine:
                     # Without a mask, transformers takes a gap for the start of another document.
                     inputs["attention_mask"] = torch.ones(1, part.stop, dtype=torch.int64)
                 in_part = [i for i in sequence.compared if part.start <= i < part.stop]
-                recorder.read(inputs, [i - part.start for i in in_part])
+                compared = [i - part.start for i in in_part]
+                recorder.read(inputs, compared)
         return recorder.outputs()
 
 
@@ -165,41 +169,49 @@ class _Recorder:
     def read(self, inputs: dict[str, Any], compared: list[int]) -> None:
         """Run the model, and record the tokens of the first row at the indices `compared`."""
         device = self.model.device
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                inputs[name] = value.to(device)
+        on_device = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
         self._compared = torch.tensor(compared, dtype=torch.int64, device=device)
 
         # The logits of all tokens may need more memory than the model.
-        output = self.model(logits_to_keep=self._compared, **inputs)
+        output = self.model(logits_to_keep=self._compared, **on_device)
         self._logits.append(output.logits[0].cpu())
         self._tokens_before += inputs["input_ids"].shape[1]
 
-    def after_layer(self, index: int, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+    def after_layer(self, index: int, layer: Any, arguments: tuple, output: Any) -> None:
         """Record the compared tokens after a decoder layer, as its forward hook."""
         # Only this project's layers return more than the hidden states.
         outputs = output
         if isinstance(output, Tensor):
             outputs = (output,)
         hidden_states = outputs[0]
-        self._hidden_states[index].append(hidden_states[0, self._compared].cpu())
-        if self.compare is not None:
-            entering = _layer_states(layer, slice(None), *args)
-            # The outputs that enter the next layer come first.
-            leaving = _layer_states(layer, self._compared, *outputs[: len(args)])
-            self.compare(index, entering, leaving)
+        compared = hidden_states[0, self._compared]
+        self._hidden_states[index].append(compared.cpu())
 
-        pass_tokens = hidden_states.shape[1]
+        if self.compare is not None:
+            entering = _layer_states(layer, slice(None), *arguments)
+            # As many outputs enter the next layer.
+            returned = outputs[: len(arguments)]
+            leaving = _layer_states(layer, self._compared, *returned)
+            self.compare(index, entering, leaving)
+        self._show_progress(index, hidden_states.shape[1])
+
+    def _show_progress(self, layer: int, pass_tokens: int) -> None:
+        """Show that a layer has read the `pass_tokens` tokens of the current pass."""
+        before = self._tokens_before * self.num_layers
+        in_pass = pass_tokens * (layer + 1)
         last = self._tokens_before + pass_tokens
-        done = self._tokens_before * self.num_layers + pass_tokens * (index + 1)
         line = f"transformers reads {last:,} of {self.tokens:,} tokens"
-        line += f": layer {index + 1} of {self.num_layers}"
-        self.progress.update(done, lambda seconds: line)
+        line += f": layer {layer + 1} of {self.num_layers}"
+        self.progress.update(before + in_pass, lambda seconds: line)
 
     def outputs(self) -> Outputs:
         """Return what all passes have recorded."""
+        logits = torch.cat(self._logits)
         by_layer = [torch.cat(parts) for parts in self._hidden_states]
-        return Outputs(torch.cat(self._logits), torch.stack(by_layer))
+        return Outputs(logits, torch.stack(by_layer))
 
 
 @contextmanager
@@ -210,7 +222,8 @@ def _recording(model: Any, tokens: int, compare: CompareLayer | None = None) -> 
     try:
         for index, layer in enumerate(model.base_model.layers):
             hook = partial(recorder.after_layer, index)
-            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+            handle = layer.register_forward_hook(hook)
+            handles.append(handle)
         with torch.inference_mode():
             yield recorder
     finally:
@@ -235,4 +248,5 @@ def _layer_states(
         if hasattr(layer, "encoding"):
             position_state = position_state.transpose(0, 1)
         position_state = position_state[0, tokens].cpu()
-    return LayerStates(hidden_states[0, tokens].cpu(), position_state)
+    hidden_states = hidden_states[0, tokens].cpu()
+    return LayerStates(hidden_states, position_state)
