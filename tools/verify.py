@@ -117,10 +117,9 @@ def check_transformers(
 
 def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> None:
     """Add the checks of vLLM to a `Verification`."""
-    from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
-
     from megatron_tape.huggingface.verification.sequences import Outputs
     from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
+    from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
 
     verification.title = f"{arguments.model} in vLLM"
     python = find_python(arguments.engine_python)

@@ -65,13 +65,21 @@ def check_loaded(model: Any, directory: Path) -> None:
             f"export the model again, or delete {POSITIONS} to use it nevertheless",
         )
 
+    differences = layer_differences(record, measured)
+    if differences:
+        raise _error(directory, differences)
+
+
+def layer_differences(record: PositionRecord, measured: list[LayerPositions]) -> dict[int, str]:
+    """Return how layers differ from the record, by layer (from 0), as clauses that continue
+    "layer 0". Layers that do not differ are missing.
+    """
     differences = {}
     for layer, (found, expected) in enumerate(zip(measured, record.layers, strict=True)):
         difference = _difference(record, expected, found)
         if difference is not None:
             differences[layer] = difference
-    if differences:
-        raise _error(directory, differences)
+    return differences
 
 
 def _error(directory: Path, differences: dict[int, str]) -> FileError:
@@ -97,26 +105,77 @@ def _difference(record: PositionRecord, expected: LayerRecord, found: LayerPosit
     if found.window != expected["window"]:
         return f"has {_window(found.window)} instead of {_window(expected['window'])}"
 
+    compared = _compared(record, expected, found)
+    if compared is None:
+        return None
+    phases, target = compared
+    tolerances_P1 = _tolerances(record, found)[:, None]
+    if expected["phases"] == NO_ROTATION:
+        if _exceeds(phases - target, tolerances_P1).any():
+            return "rotates queries and keys, but has no positions in the training"
+        return None
+    if phases.shape != target.shape:
+        return f"rotates {phases.shape[1]} elements of a head instead of {target.shape[1]}"
+    return _wrong_phases(phases, target, tolerances_P1, record.positions)
+
+
+def phase_errors(
+    record: PositionRecord, measured: list[LayerPositions]
+) -> tuple[list[float], list[float]] | None:
+    """Return the largest difference between measured phases and those of the record at each
+    position, and what rounding explains there. None if no phases are known.
+    """
+    errors = torch.full((len(record.positions),), -1.0)
+    tolerances = torch.zeros(len(record.positions))
+    for found, expected in zip(measured, record.layers, strict=True):
+        compared = _compared(record, expected, found)
+        if compared is None:
+            continue
+        phases, target = compared
+        if phases.shape != target.shape:
+            of_layer = torch.full_like(errors, torch.inf)
+        else:
+            # Those of keys that are zero could not be measured.
+            of_layer = (phases - target).abs().nan_to_num(0).amax(-1)
+        factor = _complex(target).abs().max().clamp(min=1)
+        errors = errors.maximum(of_layer)
+        tolerances = tolerances.maximum(_tolerances(record, found) * factor)
+    if (errors < 0).any():
+        return None
+    return errors.tolist(), tolerances.tolist()
+
+
+def _compared(
+    record: PositionRecord, expected: LayerRecord, found: LayerPositions
+) -> tuple[Tensor, Tensor] | None:
+    """Return the measured phases of a layer and those of the record, both (P, R); None if the
+    record does not know them, or the layer rightly has no state.
+    """
     name = expected["phases"]
     phases = found.phases
     # Phases that depend on the tokens' content are not in the record.
     if name is None or (name == NO_ROTATION and phases is None):
         return None
-
-    # Angles are products of positions and frequencies, which other programs may round differently.
-    tolerances = 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
-    tolerances_P1 = tolerances[:, None]
     if name == NO_ROTATION:
-        if _exceeds(phases - _unrotated_like(phases), tolerances_P1).any():
-            return "rotates queries and keys, but has no positions in the training"
-        return None
+        return phases, _unrotated_like(phases)
 
     target = torch.tensor(record.phases[name], dtype=torch.float32)
     if phases is None:
-        phases = _unrotated_like(target)
-    if phases.shape != target.shape:
-        return f"rotates {phases.shape[1]} elements of a head instead of {target.shape[1]}"
-    return _wrong_phases(phases, target, tolerances_P1, record.positions)
+        return _unrotated_like(target), target
+    # Phi-3 does not compute what it does not rotate. In the record, this has the phase 1.
+    kept = phases.shape[1] // 2
+    rotated, others = target.unflatten(1, (2, -1)).split(
+        [kept, target.shape[1] // 2 - kept], dim=-1
+    )
+    if torch.equal(others.flatten(1), _unrotated_like(others.flatten(1))):
+        target = rotated.flatten(1)
+    return phases, target
+
+
+def _tolerances(record: PositionRecord, found: LayerPositions) -> Tensor:
+    """Return by how much phases of modulus 1 may differ at each position (P)."""
+    # Angles are products of positions and frequencies, which other programs may round differently.
+    return 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
 
 
 def _wrong_phases(

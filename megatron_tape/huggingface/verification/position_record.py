@@ -8,7 +8,7 @@ Axes: P positions, D head dimension.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.verification.sequences import default_positions
 from megatron_tape.io.records import read_record
 from megatron_tape.position import encoding_of
-from megatron_tape.position.encoding import NO_CACHE
+from megatron_tape.position.encoding import NO_CACHE, SingleProcess
 
 POSITIONS = "positions.json"
 """The file in an export."""
@@ -95,29 +95,18 @@ class PositionRecord:
     """The layers, from the first."""
 
 
-class _OneProcess:
-    """The layout of tokens and heads over processes, which encodings expect, for one process."""
-
-    model_group = None
-    sequence_shards = 1
-
-    def local_heads(self, x, dim=0):
-        """Return x unchanged, since this process has all heads and tokens."""
-        return x
-
-    local_tokens = to_heads = to_tokens = local_heads
-
-
-def record_of(model: ModelConfig, settings: Mapping[str, Any]) -> PositionRecord:
+def record_of(
+    model: ModelConfig, settings: Mapping[str, Any], positions: Sequence[int] = ()
+) -> PositionRecord:
     """Return the record of a model with the training's settings `model`, whose config.json contains
-    `settings`.
+    `settings`, at ascending `positions` (default: `default_positions`).
 
     The encoding computes the state in float32, as in the training. What depends on the tokens'
     content is unknown here: hidden states and parameters are NaN, and so is every number that
     depends on them.
     """
-    encoding = encoding_of(model, _OneProcess())  # type: ignore[arg-type]
-    positions = default_positions(model.seq_length)
+    encoding = encoding_of(model, SingleProcess())  # type: ignore[arg-type]
+    positions = list(positions) or default_positions(model.seq_length)
     # None, or the positions that replace 0, 1, ... in a sequence that ends at the last one.
     table = encoding.token_positions(positions[-1] + 1, None)
     positions_P1 = torch.tensor(positions)[:, None]

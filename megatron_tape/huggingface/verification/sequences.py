@@ -14,9 +14,9 @@ GROUP = 16
 _SEED = 2606
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequence:
-    """Tokens, their positions, and which of them are compared."""
+    """Tokens, their positions, and which of them are compared. Equal only to itself."""
 
     ids: Tensor
     """Token ids, int64 (S,)."""

@@ -23,7 +23,13 @@ from megatron_tape import command_line
 from megatron_tape.errors import CheckpointError, one_line
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.verification.causes import find_cause
+from megatron_tape.huggingface.verification.phases import (
+    layer_differences,
+    measured_phases,
+    phase_errors,
+)
 from megatron_tape.huggingface.verification.plain_model import PlainModel
+from megatron_tape.huggingface.verification.position_record import record_of
 from megatron_tape.huggingface.verification.sequences import (
     GROUP,
     Outputs,
@@ -59,18 +65,19 @@ class Check:
     positions: list[int]
     errors: list[float]
     """By position; infinite for NaN."""
-    allowed: float
+    allowed: list[float]
+    """The largest errors that rounding explains, by position."""
 
     @property
     def is_equal(self) -> bool:
         """Whether no error exceeds what is allowed."""
-        return all(error <= self.allowed for error in self.errors)
+        return not self.differences
 
     @property
-    def first_difference(self) -> int:
-        """The first position whose error exceeds what is allowed."""
-        pairs = zip(self.positions, self.errors, strict=True)
-        return next(position for position, error in pairs if error > self.allowed)
+    def differences(self) -> list[int]:
+        """The positions whose errors exceed what is allowed."""
+        rows = zip(self.positions, self.errors, self.allowed, strict=True)
+        return [position for position, error, allowed in rows if error > allowed]
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Report:
             errors = dict(zip(check.positions, check.errors, strict=True))
             shown = [f"{errors[p]:.0e}" if p in errors else "-" for p in positions]
             verdict = "equal" if check.is_equal else "DIFFERENT"
-            rows.append([check.name, *shown, f"{check.allowed:.0e}", verdict])
+            rows.append([check.name, *shown, f"{max(check.allowed):.0e}", verdict])
 
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
@@ -152,8 +159,8 @@ class Verification:
         if not positions:
             self.positions = default_positions(model.seq_length)
         self._failure: _Failure | None = None
-        self._references: dict[tuple[int, Precision], tuple[Outputs, Outputs]] = {}
-        """The results of `reference`, by the identity of the sequence."""
+        self._references: dict[tuple[Sequence, Precision], tuple[Outputs, Outputs]] = {}
+        """The results of `reference`."""
         # Positions that are drawn from a range depend on the length of longer sequences.
         if encoding_of(model).token_positions(1, None) is not None:
             self._keep_positions_below(model.seq_length, "longer texts change all their positions")
@@ -196,7 +203,7 @@ class Verification:
 
     def reference(self, sequence: Sequence, precision: Precision) -> tuple[Outputs, Outputs]:
         """Return what plain torch computes in float64, and in the precision of an engine."""
-        key = id(sequence), precision
+        key = sequence, precision
         if key not in self._references:
             self._references[key] = (
                 self._run(sequence, torch.float64, precision.weights),
@@ -236,7 +243,7 @@ class Verification:
         of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
         allowed = max(_TWICE * max(of_plain), _FLOORS[precision.computation])
         errors = _errors(outputs.logits, expected)
-        check = Check(name, sequence.compared_positions, errors, allowed)
+        check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
         self.checks.append(check)
         if self._failure is None and not check.is_equal:
             self._failure = _Failure(check, sequence, outputs, precision, is_normalized)
@@ -252,14 +259,15 @@ class Verification:
         # Checks without logits have no failure that faulty models could explain.
         for check in self.checks:
             if not check.is_equal:
-                difference = f"{check.name}: first at position {check.first_difference:,}."
-                return replace(report, difference=difference, cause="unknown.")
+                difference = f"{check.name}: first at position {check.differences[0]:,}."
+                cause = "unknown, since the logits of the other checks are equal."
+                return replace(report, difference=difference, cause=cause)
         return report
 
     def _first_difference(self, failure: _Failure) -> str:
         """Return the sentence about the first layer and position that differ."""
         check = failure.check
-        place = f"{check.name}: first at position {check.first_difference:,}"
+        place = f"{check.name}: first at position {check.differences[0]:,}"
         found = failure.outputs.hidden_states
         if found is None:
             return f"{place}. This engine shows only logits, so the layer is unknown."
@@ -278,7 +286,7 @@ class Verification:
     def _cause(self, failure: _Failure) -> str:
         """Return the sentence about the likely cause of a failed check."""
         check = failure.check
-        if check.errors[0] > check.allowed and check.positions[0] == 0:
+        if check.differences[0] == 0:
             return (
                 "not the positions, since the token at position 0 differs, too; compare the weights"
                 " and the other settings."
@@ -286,7 +294,7 @@ class Verification:
         sequence = failure.sequence
         if len(sequence.ids) > _SHORT:
             # Each fault would take long.
-            sequence = sequence.until(check.first_difference)
+            sequence = sequence.until(check.differences[0])
         found = failure.outputs.logits[: len(sequence.compared)]
 
         def error_of(logits: Tensor) -> float:
@@ -298,7 +306,7 @@ class Verification:
             self.trained.weights,
             sequence,
             error_of,
-            check.allowed,
+            max(check.allowed),
             failure.precision.weights,
             lambda cause: command_line.log(f"trying: {cause}"),
         )
@@ -360,6 +368,7 @@ def check_transformers(
     engine = TransformersEngine.load(
         directory, precision.computation, trust_remote_code=trust_remote_code
     )
+    _check_phases(verification, engine, name)
     ways = {
         "one pass": engine.one_pass,
         "with a cache, in chunks": engine.in_chunks,
@@ -407,8 +416,22 @@ def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> N
     positions = ", ".join(f"{position:,}" for position in verification.positions)
     command_line.log(
         f"verified: transformers computes the logits of the training at positions {positions}"
-        f" (largest error {largest:.0e} of the largest logit)"
+        f" (largest error {largest:.0e})"
     )
+
+
+def _check_phases(verification: Verification, engine: TransformersEngine, name: str) -> None:
+    """Add a check of the phases by which the layers of an engine rotate, if any are known without
+    the tokens. Windows that differ are noted.
+    """
+    record = record_of(verification.trained.model, {}, verification.positions)
+    measured = measured_phases(engine.model, verification.positions)
+    for layer, clause in layer_differences(record, measured).items():
+        verification.notes.append(f"Layer {layer} {clause} ({name}).")
+        break
+    errors = phase_errors(record, measured)
+    if errors is not None:
+        verification.checks.append(Check(f"phases, {name}", verification.positions, *errors))
 
 
 def _check_layers(
@@ -459,4 +482,6 @@ def _check_layers(
 
     engine.layer_by_layer(sequence, compare)
     allowed = max(_TWICE * max(of_plain), _FLOORS[torch.float32])
-    verification.checks.append(Check(name, sequence.compared_positions, errors, allowed))
+    verification.checks.append(
+        Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
+    )
