@@ -59,26 +59,25 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
     if logits.dtype.kind != "f":
         # NumPy stores a type that it does not know, such as bfloat16, as bytes without a meaning.
         raise FileError(path, f"has {name} of the type {logits.dtype}", "convert them to float32")
-    if (positions < 0).any() or (positions >= len(tokens)).any():
-        last = len(tokens) - 1
+    last = len(tokens) - 1
+    if min(positions) < 0 or max(positions) > last:
         raise FileError(path, f"has positions outside of its tokens, 0 to {last}", _FORMAT)
     if (np.diff(positions) <= 0).any():
         raise FileError(path, "has positions that do not ascend", _FORMAT)
-    if (tokens < 0).any() or (tokens >= vocab_size).any():
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         problem = f"has tokens outside of the model's vocabulary, 0 to {vocab_size - 1}"
         raise FileError(path, problem, "choose tokens that the model knows")
-    if logits.shape != (len(positions), vocab_size):
-        raise FileError(
-            path,
-            f"has {name} of shape {logits.shape} instead of {(len(positions), vocab_size)}: one row"
-            " for each position, and one column for each token that the model knows",
-            "write all logits, without those of padding",
-        )
+    expected_shape = (len(positions), vocab_size)
+    if logits.shape != expected_shape:
+        problem = f"has {name} of shape {logits.shape} instead of {expected_shape}"
+        fix = "write one row for each position, and all logits except those of padding"
+        raise FileError(path, problem, fix)
     if not np.isfinite(logits).all():
         raise FileError(path, f"has {name} that are NaN or infinite", "look for their cause")
 
+    ids = torch.from_numpy(tokens)
     compared = tuple(positions.tolist())
-    sequence = Sequence(torch.from_numpy(tokens), torch.arange(len(tokens)), compared)
+    sequence = Sequence(ids, torch.arange(len(ids)), compared)
     as_float64 = torch.from_numpy(logits.astype(np.float64))
     return sequence.until(compared[-1]), as_float64, normalized
 
