@@ -60,11 +60,11 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
         # NumPy stores a type that it does not know, such as bfloat16, as bytes without a meaning.
         raise FileError(path, f"has {name} of the type {logits.dtype}", "convert them to float32")
     last = len(tokens) - 1
-    if min(positions) < 0 or max(positions) > last:
+    if positions.min() < 0 or positions.max() > last:
         raise FileError(path, f"has positions outside of its tokens, 0 to {last}", _FORMAT)
     if (np.diff(positions) <= 0).any():
         raise FileError(path, "has positions that do not ascend", _FORMAT)
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
         problem = f"has tokens outside of the model's vocabulary, 0 to {vocab_size - 1}"
         raise FileError(path, problem, "choose tokens that the model knows")
     expected_shape = (len(positions), vocab_size)
