@@ -121,6 +121,7 @@ def test_an_adapter_with_its_base_can_be_replaced(exported, trained, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(exported / "tape_tp2_zero3", output)
     assert (output / "base" / "config.json").is_file()
+    assert (output / "base" / "positions.json").is_file()
     to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "rope_biased", "--adapter"]
     refused(tmp_path, "exists; pass --overwrite", *to_hf, "--output", output)
     assert convert(*to_hf, "--output", output, "--overwrite").returncode == 0
