@@ -539,6 +539,17 @@ def test_a_linked_model_with_scaling_has_the_record_of_its_scaling(changed, tmp_
     assert not scaled.exists()
 
 
+@pytest.mark.parametrize("kind", ["llama1", "llama_share", "qwen2", "qwen3_window", "smollm3_rope"])
+def test_the_scaling_of_a_model_of_transformers_is_checked_too(tmp_path, kind):
+    write_source(tmp_path / "source", kind)
+    link_scaled(RopeScaling("linear", 2.0), tmp_path / "source", tmp_path / "scaled")
+    check_config(tmp_path / "scaled")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "scaled")
+    check_loaded(model, tmp_path / "scaled")
+    with pytest.raises(FileError, match=f"layer 0 .*{OTHER_ANGLES} 64 on"):
+        check_loaded(AutoModelForCausalLM.from_pretrained(tmp_path / "source"), tmp_path / "scaled")
+
+
 def test_a_users_encoding_may_have_other_frequencies_in_each_layer(monkeypatch):
     from megatron_tape.position.rope import RotaryPosition
 

@@ -107,7 +107,7 @@ def check_positions(directory: str, phases) -> None:
     if differs.any():
         first = record["positions"][differs.tolist().index(True)]
         raise ValueError(
-            f"{directory} has other positions in vLLM than in the training: queries"
-            f" and keys are rotated by other angles from position {first} on; remove hf_overrides that"
-            f" change rope_parameters, use another version of transformers, or {_DELETE}"
+            f"{directory} has other positions in vLLM than in the training: queries and keys are"
+            f" rotated by other angles from position {first} on; remove hf_overrides that change"
+            f" rope_parameters, use another version of transformers, or {_DELETE}"
         )
