@@ -55,7 +55,7 @@ PROGRAMS = {
         "tools.inspect_dataset",
         "tools.build_index",
     ),
-    "Models": ("tools.convert_checkpoint", "tools.generate"),
+    "Models": ("tools.convert_checkpoint", "tools.verify", "tools.generate"),
     "Development": ("benchmarks.gpu_trial",),
 }
 """Modules of the programs that the reference describes, by heading."""

@@ -122,6 +122,7 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
     from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
 
     verification.title = f"{arguments.model} in vLLM"
+    verification.read_settings(directory)
     python = find_python(arguments.engine_python)
     sequence = verification.whole_sequence(arguments.every_token)
     for name in arguments.precision:

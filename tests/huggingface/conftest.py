@@ -1,7 +1,5 @@
-import json
 import shutil
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -89,31 +87,13 @@ def exports(tmp_path_factory, code_tokenizer):
 @pytest.fixture(scope="session")
 def streamable(exports, tmp_path_factory):
     """The exports without output of incomplete characters, which transformers cannot stream."""
+    from exported_models import write_no_bytes
+
     folder = tmp_path_factory.mktemp("ecosystem")
     for name in ("tape", "rope"):
         shutil.copytree(exports[name].directory, folder / name)
         write_no_bytes(folder / name)
     return {name: folder / name for name in ("tape", "rope")}
-
-
-def write_no_bytes(directory):
-    """Make an export's model never choose single-byte tokens."""
-    pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"][
-        "vocab"
-    ]
-    with changed_weights(directory) as weights:
-        weights["lm_head.weight"][
-            [index for piece, index in pieces.items() if piece.startswith("<0x")]
-        ] = 0
-
-
-@contextmanager
-def changed_weights(directory):
-    """Yield the weights of an export by name, and save their changes."""
-    from safetensors.torch import load_file, save_file
-
-    yield (weights := load_file(directory / "model.safetensors"))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 tests.
 """
 
+import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, small_model, whole_weights
+from safetensors.torch import load_file, save_file
 from toy_encodings import TOYS
 from transformers import AutoModelForCausalLM
 
@@ -86,3 +89,21 @@ def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, tokenizer
         found
     )
     return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())
+
+
+def write_no_bytes(directory):
+    """Make an export's model never choose single-byte tokens."""
+    pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
+    with changed_weights(directory) as weights:
+        weights["lm_head.weight"][
+            [index for piece, index in pieces.items() if piece.startswith("<0x")]
+        ] = 0
+
+
+@contextmanager
+def changed_weights(directory):
+    """Yield the weights of an export by name, and save their changes."""
+    yield (weights := load_file(directory / "model.safetensors"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -7,9 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import changed_weights
 from environments import ROOT
-from exported_models import OWN_CLASSES, PLAIN_ROPE, make
+from exported_models import OWN_CLASSES, PLAIN_ROPE, changed_weights, make
 from models import LLAMA3, WINDOWS, YARN
 
 from megatron_tape.errors import CheckpointError
@@ -219,6 +218,13 @@ FAULTS_OF_CONFIG = {
         YARN,
         {"rope_parameters": lambda rope: {"rope_type": "default", "rope_theta": 10.0}},
         "it ignores the scaling of positions (yarn, factor 4)",
+    ),
+    "other_settings": (
+        PLAIN_ROPE,
+        {},
+        {"rope_theta": 500.0, "rope_parameters": lambda rope: rope | {"rope_theta": 500.0}},
+        "its config.json has other settings: model.position.rope_theta is 500.0, in the training"
+        " 10000.0",
     ),
     "fire": (
         "fire",

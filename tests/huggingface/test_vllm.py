@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_weights, write_no_bytes
 from environments import ROOT, python_of, run_in
-from exported_models import OWN_CLASSES, PLAIN_ROPE, make
+from exported_models import OWN_CLASSES, PLAIN_ROPE, changed_weights, make, write_no_bytes
 from models import YARN, small_model
 
 from megatron_tape.huggingface.export.to_transformers import huggingface_config

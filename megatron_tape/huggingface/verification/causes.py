@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.sections import as_dict
+from megatron_tape.config.values import format_value
 from megatron_tape.huggingface.verification.plain_model import PlainModel
 from megatron_tape.huggingface.verification.sequences import Sequence
 from megatron_tape.model.shapes import hugging_face_shapes
@@ -26,6 +28,21 @@ DEFAULT_THETA = 10_000.0
 _REMAINING = 0.05
 """A fault explains a difference if at most this share of it remains between engine and faulty
 model. The roundings of a fault have several variants."""
+
+
+_WITHOUT_EFFECT = (
+    "attention_backend",
+    "init_std",
+    "kv_channels",
+    "num_query_groups",
+    "seq_length",
+    "unpadded_vocab_size",
+    "vocab_size",
+    "position.mlp_size",
+    "position.mlp_zero",
+    "position.token_mixing",
+)
+"""Settings that change no logit of a model whose weights have given shapes."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,7 @@ def find_cause(
     error_of: Callable[[Tensor], float],
     allowed: float,
     rounded_to: torch.dtype,
+    described: ModelConfig | None,
     on_cause: Callable[[str], None],
 ) -> str | None:
     """Return the sentence about the fault that explains an engine's logits best, or None.
@@ -59,12 +77,13 @@ def find_cause(
             those of the engine.
         allowed: the largest difference from rounding.
         rounded_to: as for `PlainModel`.
+        described: the settings that the engine read, if they are known.
         on_cause: called with the sentence of each fault before it is tried, to show progress.
     """
     original = error_of(PlainModel(model, weights, rounded_to=rounded_to).run(sequence).logits)
     limit = max(allowed, _REMAINING * original)
     best = None
-    for cause in causes(model):
+    for cause in (*causes(model), *_other_settings(model, described)):
         on_cause(cause.sentence)
         faulty = cause.faulty(cause.model, weights, rounded_to=rounded_to)
         error = error_of(faulty.run(sequence).logits)
@@ -97,6 +116,28 @@ def causes(model: ModelConfig) -> Iterator[Cause]:
 def _with_position(model: ModelConfig, **settings: Any) -> ModelConfig:
     """Return `model` with other settings of its encoding."""
     return replace(model, position=replace(model.position, **settings))
+
+
+def _other_settings(model: ModelConfig, described: ModelConfig | None) -> Iterator[Cause]:
+    """Yield that the engine read other settings, if a model with these has the same weights."""
+    if described is None or hugging_face_shapes(described) != hugging_face_shapes(model):
+        return
+    in_training = _flat(model)
+    differences = []
+    for key, value in _flat(described).items():
+        expected = in_training.get(key)
+        if value != expected and key not in _WITHOUT_EFFECT:
+            shown = (format_value(x) for x in (value, expected))
+            differences.append("model.{} is {}, in the training {}".format(key, *shown))
+    if differences:
+        yield Cause(f"its config.json has other settings: {'; '.join(differences)}", described)
+
+
+def _flat(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings by key, those of the encoding with the prefix `position.`."""
+    settings = as_dict(model)
+    position = settings.pop("position")
+    return settings | {f"position.{key}": value for key, value in position.items()}
 
 
 # Frequencies and their scaling.

@@ -10,6 +10,7 @@ Axes: P compared tokens, V vocabulary, C hidden size.
 
 import math
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_tape import command_line
-from megatron_tape.errors import CheckpointError, one_line
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import CheckpointError, UserError, one_line
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.verification.causes import find_cause
 from megatron_tape.huggingface.verification.phases import (
@@ -38,7 +40,7 @@ from megatron_tape.huggingface.verification.sequences import (
     every_token,
     groups_of_tokens,
 )
-from megatron_tape.huggingface.verification.trained import Trained, trained_by
+from megatron_tape.huggingface.verification.trained import Trained, described_by, trained_by
 from megatron_tape.huggingface.verification.transformers_engine import (
     LayerStates,
     TransformersEngine,
@@ -158,6 +160,8 @@ class Verification:
         self.positions = sorted({0, *positions})
         if not positions:
             self.positions = default_positions(model.seq_length)
+        self.described: ModelConfig | None = None
+        """The settings in the config.json that an engine has read, if it was given one."""
         self._failure: _Failure | None = None
         self._references: dict[tuple[Sequence, Precision], tuple[Outputs, Outputs]] = {}
         """The results of `reference`."""
@@ -193,6 +197,12 @@ class Verification:
         """Return the sequence of all tokens up to the largest position that is at most `limit`."""
         positions = [position for position in self.positions if position <= limit]
         return every_token(positions, self.vocab_size)
+
+    def read_settings(self, directory: Path) -> None:
+        """Read the settings of the model that an engine reads, to explain a difference by them."""
+        # An engine may know models that this project does not.
+        with suppress(UserError):
+            self.described = described_by(directory).model
 
     def _keep_positions_below(self, length: int, reason: str) -> None:
         """Do not compare positions from `length` on; note the reason."""
@@ -308,6 +318,7 @@ class Verification:
             error_of,
             max(check.allowed),
             failure.precision.weights,
+            self.described,
             lambda cause: command_line.log(f"trying: {cause}"),
         )
         if sentence is None:
@@ -359,6 +370,7 @@ def check_transformers(
         trust_remote_code: run Python files in the directory.
     """
     name = {dtype: name for name, dtype in PRECISIONS.items()}[precision.computation]
+    verification.read_settings(directory)
     sequence = verification.short_sequence(beyond_windows)
     if not verification.depends_on_positions_alone:
         sequence = verification.whole_sequence(whole)
