@@ -78,6 +78,7 @@ PREPARED = {
             > mytasks/rows.jsonl"""
     ),
     "positions.md": "mkdir exported && cp -r runs/demo/tape-hf exported/tape_demo",
+    "verification.md": "mkdir exported && cp -r runs/demo/tape-hf exported/tape_demo",
     "scrolls.md": (
         r"""
         cp -r runs/demo/tape runs/tape_155m

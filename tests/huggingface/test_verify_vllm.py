@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conversions import change_config
 from environments import ROOT, python_of, run_in
 from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 from models import LLAMA3
@@ -27,6 +28,16 @@ MODELS = {
     "qwen3": (PLAIN_ROPE, dict(qk_norm=True)),
     "tape": (OWN_CLASSES, dict(mlp_size=24)),
 }
+
+
+def run_verify(*words):
+    """Run tools/verify.py in this process, and return its status."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import verify
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["verify.py", *map(str, words)])
+        return verify.main()
 
 
 @torch.no_grad()
@@ -87,6 +98,34 @@ def test_vllm_without_the_plug_in_asks_for_it(exports, monkeypatch):
     monkeypatch.setattr(vllm_engine, "_PLUG_IN", Path("missing"))
     with pytest.raises(UserError, match="does not know the architecture TapeForCausalLM; .*pip"):
         run_vllm(python_of("vllm"), exports["tape"].directory, every_token([1], 400), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_program_compares_vllm_and_names_a_fault(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = make(tmp_path, PLAIN_ROPE, label="llama", **SIZES | {"rope_theta": 5000.0})
+    words = [made.directory, "--against", made.checkpoint, "--engine", "vllm", "--precision"]
+    assert run_verify(*words, "fp32", "bf16") == 0
+    out = capsys.readouterr().out
+    for check in ("alone, fp32", "together, fp32", "alone, bf16", "together, bf16"):
+        assert check in out
+    assert "vLLM serves no positions after 127" in out
+
+    change_config(made.directory, rope_theta=10000.0, rope_parameters=None)
+    assert run_verify(*words, "fp32") == 1
+    out = capsys.readouterr().out
+    assert "the base of its frequencies is 10,000 instead of 5,000" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_plug_in_refuses_changed_positions(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = make(tmp_path, OWN_CLASSES, label="tape", **SIZES)
+    change_config(made.directory, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    with pytest.raises(UserError, match="positions.json"):
+        run_vllm(python_of("vllm"), made.directory, every_token([1], 400), torch.float32)
 
 
 def test_the_copied_plug_in_is_the_package(package_site, tmp_path):
