@@ -67,7 +67,11 @@ def find_trained(arguments: argparse.Namespace, source):
 
     from megatron_tape.evaluation.model_source import find_model
     from megatron_tape.huggingface.export.saved_weights import open_weights
-    from megatron_tape.huggingface.verification.trained import described_by, trained_by
+    from megatron_tape.huggingface.verification.trained import (
+        described_by,
+        rounded_as,
+        trained_by,
+    )
 
     expected = source
     if arguments.against is not None:
@@ -85,6 +89,9 @@ def find_trained(arguments: argparse.Namespace, source):
             f"cannot be compared: {error}",
             "give the checkpoint of its training with --against",
         ) from None
+    # A checkpoint as MODEL is exported in fp32, without rounding.
+    if arguments.against is not None and not source.is_checkpoint:
+        trained = rounded_as(source.path, trained)
     if source.scaling is not None:
         scaled = source.scaling.scaled(trained.model, expected.path)
         trained = replace(trained, model=scaled)

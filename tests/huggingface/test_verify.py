@@ -492,6 +492,21 @@ def test_the_program_prints_a_table_and_returns_a_status(tmp_path, capsys):
     assert re.search(r"^position +0 +20 +40 +allowed$", out, re.M)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_rounded_export_equals_its_checkpoint(dtype, tmp_path, capsys):
+    made = make(tmp_path, OWN_CLASSES, label=f"rounded_{dtype}", dtype=dtype)
+    status, out = run_program(capsys, made.directory, "--against", made.checkpoint)
+    assert status == 0, out
+
+
+@pytest.mark.parametrize("limit", [3, 8, 100])
+def test_a_long_trained_length_does_not_leave_position_0_alone(limit, tmp_path):
+    made = make(tmp_path, "alibi", label=f"long_{limit}")
+    verification = Verification(trained_by(open_weights(made.checkpoint)))
+    positions = verification.whole_sequence(limit).compared_positions
+    assert positions == {3: [0, 3], 8: [0, 8], 100: [0, 8, 15, 16, 32, 64]}[limit]
+
+
 def test_logits_of_another_engine(tmp_path, capsys):
     made = make(tmp_path, PLAIN_ROPE, label="other_engine", rope_theta=500.0)
     tokens = tmp_path / "tokens.npz"

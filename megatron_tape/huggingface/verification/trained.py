@@ -5,7 +5,7 @@ project or from a directory in transformers format.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,12 @@ from megatron_tape.huggingface.imports.config_json import (
     read_settings,
 )
 from megatron_tape.huggingface.imports.model_weights import open_model
-from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
+from megatron_tape.huggingface.imports.weight_files import (
+    LazyTensors,
+    check_weights,
+    open_directory,
+)
+from megatron_tape.huggingface.verification.plain_model import NORM
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import from_megatron
 
@@ -70,3 +75,16 @@ def described_by(directory: Path) -> Trained:
     weights = open_model(directory, model)
     check_weights(weights, model, str(directory))
     return Trained(f"{path} and its weights", model, weights)
+
+
+def rounded_as(directory: Path, trained: Trained) -> Trained:
+    """Return the model with its weights rounded to the dtype of those in `directory`, an export of
+    this model, since an engine cannot know what rounding has removed.
+    """
+    stored = open_directory(directory, allow_pickle=False)
+    if NORM not in stored:
+        return trained
+    # All weights of an export have the same dtype, and the norm is small.
+    dtype = stored[NORM].dtype
+    weights = LazyTensors(trained.weights, lambda name: trained.weights[name].to(dtype))
+    return replace(trained, weights=weights)

@@ -194,8 +194,13 @@ class Verification:
         return groups_of_tokens(self.positions, self.vocab_size, first)
 
     def whole_sequence(self, limit: int) -> Sequence:
-        """Return the sequence of all tokens up to the largest position that is at most `limit`."""
-        positions = [position for position in self.positions if position <= limit]
+        """Return the sequence of all tokens up to the largest position, or up to `limit`, which is
+        then compared, too.
+        """
+        positions = [position for position in self.positions if position < limit]
+        # Of a long trained length, only position 0 may be left, which is the same without positions.
+        if self.positions[-1] >= limit:
+            positions.append(limit)
         return every_token(positions, self.vocab_size)
 
     def read_settings(self, directory: Path) -> None:
@@ -425,7 +430,8 @@ def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> N
             " tape-verify on it",
         )
     largest = max(error for check in report.checks for error in check.errors)
-    positions = ", ".join(f"{position:,}" for position in verification.positions)
+    compared = {position for check in report.checks for position in check.positions}
+    positions = ", ".join(f"{position:,}" for position in sorted(compared))
     command_line.log(
         f"verified: transformers computes the logits of the training at positions {positions}"
         f" (largest error {largest:.0e})"
