@@ -37,6 +37,8 @@ def main() -> int:
     trained = find_trained(arguments, source)
     verification = Verification(trained, arguments.lengths)
 
+    if not source.needs_export:
+        verification.read_settings(source.path)
     if arguments.write_tokens is not None:
         from megatron_tape.huggingface.verification.logits_file import write_tokens
 
@@ -128,8 +130,8 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
     from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
 
-    verification.title = f"{arguments.model} in vLLM"
     verification.read_settings(directory)
+    verification.title = f"{arguments.model} in vLLM"
     python = find_python(arguments.engine_python)
     sequence = verification.whole_sequence(arguments.every_token)
     for name in arguments.precision:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.config_json import (
     errors_of_settings,
@@ -75,6 +76,18 @@ def described_by(directory: Path) -> Trained:
     weights = open_model(directory, model)
     check_weights(weights, model, str(directory))
     return Trained(f"{path} and its weights", model, weights)
+
+
+def vocab_size_of(directory: Path) -> int:
+    """Return the number of embedding rows of a model in transformers format. Raises FileError if
+    its config.json does not say it.
+    """
+    path = directory / "config.json"
+    size = read_settings(path).get("vocab_size")
+    # `type`, because True is an int.
+    if type(size) is not int or size < 1:
+        raise FileError(path, f"has vocab_size {size!r}", "set it to an integer above 0")
+    return size
 
 
 def rounded_as(directory: Path, trained: Trained) -> Trained:

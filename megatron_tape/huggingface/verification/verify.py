@@ -40,7 +40,12 @@ from megatron_tape.huggingface.verification.sequences import (
     every_token,
     groups_of_tokens,
 )
-from megatron_tape.huggingface.verification.trained import Trained, described_by, trained_by
+from megatron_tape.huggingface.verification.trained import (
+    Trained,
+    described_by,
+    trained_by,
+    vocab_size_of,
+)
 from megatron_tape.huggingface.verification.transformers_engine import (
     LayerStates,
     TransformersEngine,
@@ -69,6 +74,8 @@ class Check:
     """By position; infinite for NaN."""
     allowed: list[float]
     """The largest errors that rounding explains, by position."""
+    layer: int | None = None
+    """The first layer (from 0) that differs, if layers were compared and one differs."""
 
     @property
     def is_equal(self) -> bool:
@@ -160,6 +167,8 @@ class Verification:
         self.positions = sorted({0, *positions})
         if not positions:
             self.positions = default_positions(model.seq_length)
+        self.vocab_size = model.unpadded_vocab_size or model.vocab_size
+        """Tokens have ids below this number."""
         self.described: ModelConfig | None = None
         """The settings in the config.json that an engine has read, if it was given one."""
         self._failure: _Failure | None = None
@@ -178,11 +187,6 @@ class Verification:
         increments = getattr(self.trained.model.position, "increments", "fixed")
         return encoding.needs <= {ROTATION, AVERAGE} and increments == "fixed"
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids of the model's tokenizer."""
-        return self.trained.model.unpadded_vocab_size or self.trained.model.vocab_size
-
     def short_sequence(self, beyond_windows: bool) -> Sequence:
         """Return the short sequence with a group of tokens at each position. With `beyond_windows`,
         it begins with more tokens than a window has.
@@ -198,14 +202,18 @@ class Verification:
         then compared, too.
         """
         positions = [position for position in self.positions if position < limit]
-        # Of a long trained length, only position 0 may be left, which is the same without positions.
+        # Otherwise only position 0, which needs no positions, may be left of a long trained length.
         if self.positions[-1] >= limit:
             positions.append(limit)
         return every_token(positions, self.vocab_size)
 
     def read_settings(self, directory: Path) -> None:
-        """Read the settings of the model that an engine reads, to explain a difference by them."""
-        # An engine may know models that this project does not.
+        """Read the config.json of the model that an engine reads. Call this before any sequence is
+        made.
+        """
+        # An export has no rows for ids that its tokenizer does not have.
+        self.vocab_size = min(self.vocab_size, vocab_size_of(directory))
+        # The settings explain a difference. An engine may know models that this project does not.
         with suppress(UserError):
             self.described = described_by(directory).model
 
@@ -254,6 +262,13 @@ class Verification:
         With `is_normalized`, `outputs.logits` are logarithms of probabilities.
         """
         exact, rounded = self.reference(sequence, precision)
+        for logits in (exact.logits, rounded.logits):
+            if not logits.isfinite().all():
+                raise UserError(
+                    self.trained.name,
+                    "has logits that are NaN or infinite in plain torch",
+                    "choose a checkpoint before the training diverged",
+                )
         expected = _normalized(exact.logits, is_normalized)
         of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
         allowed = max(_TWICE * max(of_plain), _FLOORS[precision.computation])
@@ -274,9 +289,11 @@ class Verification:
         # Checks without logits have no failure that faulty models could explain.
         for check in self.checks:
             if not check.is_equal:
-                difference = f"{check.name}: first at position {check.differences[0]:,}."
+                difference = f"{check.name}: first at position {check.differences[0]:,}"
+                if check.layer is not None:
+                    difference += f"; layer {check.layer} is the first that differs"
                 cause = "unknown, since the logits of the other checks are equal."
-                return replace(report, difference=difference, cause=cause)
+                return replace(report, difference=f"{difference}.", cause=cause)
         return report
 
     def _first_difference(self, failure: _Failure) -> str:
@@ -471,8 +488,8 @@ def _check_layers(
     rounded = PlainModel(trained.model, trained.weights, *precision)
     # The state that enters the first layer, which exports may pass in another form.
     beginnings = {plain: plain.embedded(sequence)[1:] for plain in (exact, rounded)}
-    errors = [0.0] * len(compared)
-    of_plain = list(errors)
+    by_layer: list[list[float]] = []
+    of_plain = 0.0
 
     def states_after(plain: PlainModel, layer: int, entering: LayerStates) -> list[Tensor]:
         """Return what plain torch computes for the compared tokens: hidden states (P, C) and, if
@@ -489,17 +506,27 @@ def _check_layers(
 
     def compare(layer: int, entering: LayerStates, leaving: LayerStates) -> None:
         """Compare what leaves a layer at the compared tokens."""
+        nonlocal of_plain
         found = [leaving.hidden_states]
         if leaving.position_state is not None:
             found.append(leaving.position_state.flatten(1))
         expected = states_after(exact, layer, entering)
         in_plain = states_after(rounded, layer, entering)
+        errors = [0.0] * len(compared)
         for of_found, of_expected, of_rounded in zip(found, expected, in_plain, strict=False):
-            errors[:] = map(max, errors, _errors(of_found, of_expected))
-            of_plain[:] = map(max, of_plain, _errors(of_rounded, of_expected))
+            errors = list(map(max, errors, _errors(of_found, of_expected)))
+            of_plain = max(of_plain, *_errors(of_rounded, of_expected))
+        by_layer.append(errors)
 
     engine.layer_by_layer(sequence, compare)
-    allowed = max(_TWICE * max(of_plain), _FLOORS[torch.float32])
+    allowed = max(_TWICE * of_plain, _FLOORS[torch.float32])
+    different = [layer for layer, errors in enumerate(by_layer) if max(errors) > allowed]
     verification.checks.append(
-        Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
+        Check(
+            name,
+            sequence.compared_positions,
+            [max(errors) for errors in zip(*by_layer, strict=True)],
+            [allowed] * len(compared),
+            min(different, default=None),
+        )
     )
