@@ -112,7 +112,8 @@ def test_the_program_compares_vllm_and_names_a_fault(tmp_path, monkeypatch, caps
         assert check in out
     assert "vLLM serves no positions after 127" in out
 
-    change_config(made.directory, rope_theta=10000.0, rope_parameters=None)
+    theta = {"rope_type": "default", "rope_theta": 10000.0}
+    change_config(made.directory, {"rope_theta": 10000.0, "rope_parameters": theta})
     assert run_verify(*words, "fp32") == 1
     out = capsys.readouterr().out
     assert "the base of its frequencies is 10,000 instead of 5,000" in out
@@ -123,7 +124,8 @@ def test_the_program_compares_vllm_and_names_a_fault(tmp_path, monkeypatch, caps
 def test_the_plug_in_refuses_changed_positions(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = make(tmp_path, OWN_CLASSES, label="tape", **SIZES)
-    change_config(made.directory, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    theta = {"rope_type": "default", "rope_theta": 5000.0}
+    change_config(made.directory, {"rope_parameters": theta})
     with pytest.raises(UserError, match="positions.json"):
         run_vllm(python_of("vllm"), made.directory, every_token([1], 400), torch.float32)
 
