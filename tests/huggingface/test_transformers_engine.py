@@ -18,6 +18,7 @@ from megatron_tape.command_line import Progress
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.verification.sequences import (
     Sequence,
+    before_gaps,
     chunks,
     default_positions,
     every_token,
@@ -264,7 +265,11 @@ def test_positions_are_passed_only_if_they_have_gaps(engines):
     whole, *parts, padded = passed
     assert whole["position_ids"].tolist() == [GROUPS.positions.tolist()]
     assert whole["attention_mask"].tolist() == [[1] * S]
+    assert chunks(GROUPS)[1].stop <= before_gaps(GROUPS)
     for part, inputs in zip(chunks(GROUPS), parts, strict=True):
+        if part.stop <= before_gaps(GROUPS):
+            assert not {"position_ids", "attention_mask"} & inputs.keys()
+            continue
         assert inputs["position_ids"].tolist() == [GROUPS.positions[part].tolist()]
         assert inputs["attention_mask"].tolist() == [[1] * part.stop]
     assert padded["position_ids"][0].tolist() == [0] * 7 + GROUPS.positions.tolist()

@@ -13,6 +13,7 @@ from models import LLAMA3, WINDOWS, YARN
 
 from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.pretrained import cache_keyword
 from megatron_tape.huggingface.verification import transformers_engine
 from megatron_tape.huggingface.verification.trained import described_by, trained_by
 from megatron_tape.huggingface.verification.verify import (
@@ -386,7 +387,7 @@ def test_a_fault_only_with_a_cache(tmp_path, monkeypatch):
         forward = model.forward
 
         def shifted(*arguments, **inputs):
-            if inputs["use_cache"] and inputs["input_ids"].shape[1] == 1:
+            if "position_ids" in inputs and inputs["input_ids"].shape[1] == 1:
                 inputs["position_ids"] = inputs["position_ids"] - 1
             return forward(*arguments, **inputs)
 
@@ -397,6 +398,49 @@ def test_a_fault_only_with_a_cache(tmp_path, monkeypatch):
     different = [check.name for check in report.checks if not check.is_equal]
     assert different == ["with a cache, in chunks, fp32"]
     assert report.difference.startswith("with a cache, in chunks, fp32: first at position 32")
+
+
+@pytest.mark.parametrize("kind", [PLAIN_ROPE, OWN_CLASSES])
+def test_positions_that_the_model_counts_after_a_cache(kind, tmp_path, monkeypatch):
+    made = make(tmp_path, kind, label=f"counted_{kind}", seq_length=64)
+
+    def fault(model):
+        forward = model.model.forward
+
+        def shifted(*arguments, **inputs):
+            length = inputs[cache_keyword(model)].get_seq_length() if inputs["use_cache"] else 0
+            if length and inputs.get("position_ids") is None:
+                inputs["position_ids"] = (
+                    torch.arange(inputs["input_ids"].shape[1])[None] + length + 1
+                )
+            return forward(*arguments, **inputs)
+
+        model.model.forward = shifted
+
+    plant(monkeypatch, fault)
+    report = checked(made)
+    different = [check.name for check in report.checks if not check.is_equal]
+    assert different == ["with a cache, in chunks, fp32"]
+
+
+def test_a_fault_only_with_padding(tmp_path, monkeypatch):
+    made = make(tmp_path, PLAIN_ROPE, label="padded", seq_length=64)
+
+    def fault(model):
+        forward = model.model.forward
+
+        def without_mask(*arguments, **inputs):
+            if inputs["attention_mask"] is not None and len(inputs["attention_mask"]) > 1:
+                inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+            return forward(*arguments, **inputs)
+
+        model.model.forward = without_mask
+
+    plant(monkeypatch, fault)
+    report = checked(made)
+    different = [check.name for check in report.checks if not check.is_equal]
+    assert different == ["left padding in a batch, fp32"]
+    assert report.cause.startswith("the way in which the tokens are read, such as the mask")
 
 
 def test_without_a_checkpoint_config_json_counts(tmp_path):

@@ -94,9 +94,16 @@ def _sequence(token_positions: list[int], compared: list[int], vocab_size: int) 
 def chunks(sequence: Sequence) -> list[slice]:
     """Return the parts of a sequence that a model reads one after the other with a cache.
 
-    A part ends before each compared token, which is then read alone, as in generation.
+    A part ends before each compared token, which is then read alone, as in generation. It also ends
+    at the first gap, before which an engine knows the positions itself.
     """
-    edges = {0, len(sequence.ids)}
+    edges = {0, before_gaps(sequence), len(sequence.ids)}
     for index in sequence.compared:
         edges |= {index, index + 1}
     return [slice(start, stop) for start, stop in pairwise(sorted(edges))]
+
+
+def before_gaps(sequence: Sequence) -> int:
+    """Return the number of tokens before the first gap, whose positions are 0, 1, ..."""
+    indices = torch.arange(len(sequence.positions))
+    return int((sequence.positions == indices).sum())

@@ -1,8 +1,8 @@
 """The inference engine transformers, which reads sequences in the ways of its users.
 
-It computes positions and masks itself; only a sequence with gaps passes its positions. Models need
-decoder layers in `base_model.layers`, as the Llama family and this project's exports have. Works
-with all supported versions of transformers, and imports only torch until a model is loaded.
+It computes positions and masks itself; only passes after a gap are given their positions. Models
+need decoder layers in `base_model.layers`, as the Llama family and this project's exports have.
+Works with all supported versions of transformers, and imports only torch until a model is loaded.
 
 Axes: S tokens of a sequence, N tokens of a layer's inputs or outputs, P compared tokens, V
 vocabulary, C hidden size.
@@ -22,7 +22,12 @@ from torch import Tensor
 
 from megatron_tape.command_line import Progress, step
 from megatron_tape.huggingface.pretrained import cache_keyword, load_pretrained
-from megatron_tape.huggingface.verification.sequences import Outputs, Sequence, chunks
+from megatron_tape.huggingface.verification.sequences import (
+    Outputs,
+    Sequence,
+    before_gaps,
+    chunks,
+)
 
 PADDING = 7
 """Padding tokens before the sequence in `left_padded`."""
@@ -131,7 +136,8 @@ class TransformersEngine:
         with _recording(self.model, len(sequence.ids), compare) as recorder:
             for part in parts:
                 inputs = {"input_ids": sequence.ids[None, part]} | options
-                if sequence.has_gaps:
+                # Without a gap, also the model's own positions after a cache are compared.
+                if part.stop > before_gaps(sequence):
                     inputs["position_ids"] = sequence.positions[None, part]
                     # Without a mask, transformers takes a gap for the start of another document.
                     inputs["attention_mask"] = torch.ones(1, part.stop, dtype=torch.int64)

@@ -152,6 +152,8 @@ class _Failure(NamedTuple):
     outputs: Outputs
     precision: Precision
     is_normalized: bool
+    way_only: bool
+    """Whether the same tokens, read in another way, have passed."""
 
 
 class Verification:
@@ -172,6 +174,8 @@ class Verification:
         self.described: ModelConfig | None = None
         """The settings in the config.json that an engine has read, if it was given one."""
         self._failure: _Failure | None = None
+        self._equal: set[tuple[Sequence, Precision]] = set()
+        """What has been read in a way that gives equal logits."""
         self._references: dict[tuple[Sequence, Precision], tuple[Outputs, Outputs]] = {}
         """The results of `reference`."""
         # Positions that are drawn from a range depend on the length of longer sequences.
@@ -202,7 +206,7 @@ class Verification:
         then compared, too.
         """
         positions = [position for position in self.positions if position < limit]
-        # Otherwise only position 0, which needs no positions, may be left of a long trained length.
+        # Otherwise, only position 0 may be left, where all positions compute the same.
         if self.positions[-1] >= limit:
             positions.append(limit)
         return every_token(positions, self.vocab_size)
@@ -275,8 +279,12 @@ class Verification:
         errors = _errors(outputs.logits, expected)
         check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
         self.checks.append(check)
-        if self._failure is None and not check.is_equal:
-            self._failure = _Failure(check, sequence, outputs, precision, is_normalized)
+        read = sequence, precision
+        if check.is_equal:
+            self._equal.add(read)
+        elif self._failure is None:
+            way_only = read in self._equal
+            self._failure = _Failure(check, sequence, outputs, precision, is_normalized, way_only)
 
     def report(self) -> Report:
         """Return the report. If a check has failed, find the cause."""
@@ -318,6 +326,12 @@ class Verification:
     def _cause(self, failure: _Failure) -> str:
         """Return the sentence about the likely cause of a failed check."""
         check = failure.check
+        # The token at position 0 attends to nothing else.
+        if check.differences[0] == 0 and failure.way_only:
+            return (
+                "the way in which the tokens are read, such as the mask of padding, since another"
+                " way gives equal logits."
+            )
         if check.differences[0] == 0:
             return (
                 "not the positions, since the token at position 0 differs, too; compare the weights"
