@@ -32,7 +32,9 @@ def main() -> int:
     from megatron_tape.huggingface.verification.verify import Verification
 
     scaling = read_options(arguments.rope_scaling, arguments.rope_scaling_factor)
-    source = find_model(arguments.model, average=arguments.average, scaling=scaling)
+    # With --against, MODEL may be an export, which has no other weights.
+    average = arguments.average and arguments.against is None
+    source = find_model(arguments.model, average=average, scaling=scaling)
     source.check_code(arguments.trust_remote_code)
     trained = find_trained(arguments, source)
     verification = Verification(trained, arguments.lengths)
@@ -40,6 +42,10 @@ def main() -> int:
     if not source.needs_export:
         verification.read_settings(source.path)
     if arguments.write_tokens is not None:
+        if arguments.write_tokens.exists():
+            raise ConfigError(
+                "--write-tokens", f"{arguments.write_tokens} exists", "give another file"
+            )
         from megatron_tape.huggingface.verification.logits_file import write_tokens
 
         write_tokens(arguments.write_tokens, verification.whole_sequence(arguments.every_token))
@@ -228,7 +234,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--average",
         action="store_true",
-        help="use the averaged weights of a run with train.average",
+        help="use the averaged weights of CHECKPOINT, or without --against of MODEL, a run with"
+        " train.average",
     )
     command_line.add_rope_scaling(add)
     add(

@@ -242,6 +242,13 @@ def round_frequencies(model):
     frequencies.copy_(frequencies.bfloat16())
 
 
+def round_phases(model):
+    def rounded(module, inputs, output):
+        return tuple(x.bfloat16().to(x.dtype) for x in output)
+
+    model.model.rotary_emb.register_forward_hook(rounded)
+
+
 def set_scaling(model, factor):
     model.model.rotary_emb.attention_scaling = factor
 
@@ -270,6 +277,7 @@ OTHER_ANGLES = "rotates queries and keys by other angles from position"
 FAULTS = {
     "base": ("llama_theta", lambda model: set_base(model, 1e4), f"layer 0 .*{OTHER_ANGLES} 8 on"),
     "bf16": ("llama", round_frequencies, f"layer 0 .*{OTHER_ANGLES} 8 on; in all, 3 layers differ"),
+    "phases": ("llama", round_phases, rf"layer 0 \(counted from 0\) {OTHER_ANGLES} 8 on"),
     "twice": ("llama_linear", lambda model: scale_frequencies(model, 3.0), f"{OTHER_ANGLES} 8 on"),
     "unscaled": ("llama_llama3", lambda model: set_base(model, 1e4), f"{OTHER_ANGLES} 8 on"),
     "factor": (
@@ -315,8 +323,8 @@ def test_a_loaded_model_with_other_positions_is_found(changed, fault, dtype):
     check_loaded(model, directory)
     with torch.no_grad():
         change(model)
-    if fault == "bf16" and dtype == torch.bfloat16:
-        # At the positions of this small model, less than the rounding of the keys.
+    if fault in ("bf16", "phases") and dtype == torch.bfloat16:
+        # At the positions of this small model, at most the rounding of the keys.
         check_loaded(model, directory)
         return
     with pytest.raises(FileError, match=message) as error:
@@ -497,6 +505,7 @@ def test_a_damaged_record_is_an_error(changed):
     refused("format_version is 2", lambda content: content.update(format_version=2))
     refused("layers is missing", lambda content: content.pop("layers"))
     refused("positions are not ascending", lambda content: content["positions"].reverse())
+    refused("positions end at 1e\\+30", lambda content: content["positions"].append(10**30))
     refused("for each of the 6 positions", lambda content: content["phases"]["full"].pop())
     refused("for each of the 6 positions", lambda content: content["phases"]["full"][0].pop())
     refused("phases.*is 'x'", lambda content: content["phases"]["full"][0].append("x"))
@@ -504,6 +513,14 @@ def test_a_damaged_record_is_an_error(changed):
         r"layers\[1\].phases is 'x', which is missing in phases",
         lambda content: content["layers"][1].update(phases="x"),
     )
+
+    def narrow(content):
+        content["phases"]["full"] = [row[:2] for row in content["phases"]["full"]]
+
+    file.write_text(text)
+    edited(directory, narrow)
+    with pytest.raises(FileError, match="rotates .* elements of a head instead of 2"):
+        check_loaded(model, directory)
     file.write_text(text[:500])
     with pytest.raises(FileError, match="is not JSON"):
         check_config(directory)

@@ -11,7 +11,7 @@ from environments import ROOT
 from exported_models import OWN_CLASSES, PLAIN_ROPE, changed_weights, make
 from models import LLAMA3, WINDOWS, YARN
 
-from megatron_tape.errors import CheckpointError
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.pretrained import cache_keyword
 from megatron_tape.huggingface.verification import transformers_engine
@@ -555,6 +555,8 @@ def test_logits_of_another_engine(tmp_path, capsys):
     made = make(tmp_path, PLAIN_ROPE, label="other_engine", rope_theta=500.0)
     tokens = tmp_path / "tokens.npz"
     assert run_program(capsys, made.directory, "--write-tokens", tokens)[0] == 0
+    with pytest.raises(ConfigError, match="--write-tokens .* exists; give another file"):
+        run_program(capsys, made.directory, "--write-tokens", tokens)
     with np.load(tokens) as archive:
         ids = archive["tokens"]
         positions = archive["positions"]

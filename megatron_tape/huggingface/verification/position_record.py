@@ -211,6 +211,8 @@ def _problem_of(record: PositionRecord) -> str | None:
     positions = record.positions
     if not positions or positions != sorted(set(positions)) or positions[0] < 0:
         return "positions are not ascending numbers from 0 on"
+    if positions[-1] >= 1 << 63:
+        return f"positions end at {positions[-1]:.3g}"
     for name, rows in record.phases.items():
         widths = {len(row) for row in rows}
         if len(rows) != len(positions) or len(widths) != 1 or min(widths) % 2:
