@@ -209,13 +209,13 @@ class PlainModel:
         """Return the averages of the values (S or P, 1, H, D), and of the position state or
         None.
         """
-        S = len(normed)
         D = self.model.head_dim
+        of_queries = slice(None) if queries is None else queries
         projected = []
-        for p in "qkv":
+        for p, tokens in ("q", of_queries), ("k", slice(None)), ("v", slice(None)):
             bias = weights.get(f"self_attn.{p}_proj.bias")
-            x = F.linear(normed, weights[f"self_attn.{p}_proj.weight"], bias)
-            projected.append(x.view(S, 1, -1, D))
+            x = F.linear(normed[tokens], weights[f"self_attn.{p}_proj.weight"], bias)
+            projected.append(x.unflatten(-1, (-1, D)))
         query, key, value = projected
         if self.model.qk_norm:
             epsilon = self.model.norm_epsilon
@@ -225,7 +225,7 @@ class PlainModel:
         window = self.window_of(layer)
         has_positions = self.model.has_positions(self.pattern_layer(layer))
         if shared.temperature_S111 is not None and not has_positions:
-            query = (query * shared.temperature_S111).to(self.dtype)
+            query = (query * shared.temperature_S111[of_queries]).to(self.dtype)
         # Layers with a window may have frequencies of their own.
         window_phases = shared.window_phases
         if window is None or not has_positions:
@@ -282,24 +282,26 @@ def _attend(inputs: AttentionInputs, window: int | None) -> tuple[Tensor, Tensor
 def _attend_for(
     queries: list[int], inputs: AttentionInputs, window: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the averages (P, 1, H, D) of `_attend` for some queries only."""
+    """Return the averages (P, 1, H, D) of `_attend` for some queries only, which are all that
+    `inputs.q_SBHD` has.
+    """
     query = inputs.q_SBHD
     key = inputs.k_TBGD
     z = inputs.z_TBGD
     if z is not None:
-        query = rotate_groups(query, z)
+        query = rotate_groups(query, z[queries])
         key = rotate_groups(key, z)
     if inputs.factor_TB1D is not None:
-        query = query * inputs.factor_TB1D
+        query = query * inputs.factor_TB1D[queries]
         key = key / inputs.factor_TB1D
     of_queries = []
-    for index in queries:
+    for row, index in enumerate(queries):
         # Without the keys that the query does not attend to, no mask is needed.
         first = 0 if window is None else max(0, index - window + 1)
         visible = slice(first, index + 1)
         one = replace(
             inputs,
-            q_SBHD=query[index : index + 1],
+            q_SBHD=query[row : row + 1],
             k_TBGD=key[visible],
             v_TBGD=inputs.v_TBGD[visible],
             z_TBGD=None if z is None else z[visible],
