@@ -443,6 +443,35 @@ def test_a_fault_only_with_padding(tmp_path, monkeypatch):
     assert report.cause.startswith("the way in which the tokens are read, such as the mask")
 
 
+@pytest.mark.parametrize("window, is_equal", [(300, False), (600, True)])
+def test_a_window_that_no_text_exceeds(window, is_equal, tmp_path):
+    """As in to-hf, and in texts that are too long to be read."""
+    made = make(
+        tmp_path, PLAIN_ROPE, label=f"window_{window}", seq_length=128, sliding_window=window
+    )
+    assert checked(made, beyond_windows=False).is_equal
+    change_config(made, sliding_window=window + 1)
+    report = checked(made, beyond_windows=False)
+    assert report.is_equal == is_equal, report.text()
+    if not is_equal:
+        assert report.difference == "windows, fp32: first at position 512."
+        expected = "layer 0 has a window of 301 tokens instead of a window of 300 tokens."
+        assert report.cause == expected
+
+
+def test_windows_that_agree_at_the_first_position(tmp_path):
+    made = make(
+        tmp_path,
+        PLAIN_ROPE,
+        label="long_window",
+        sliding_window=600,
+        seq_length=1200,
+        rope_theta=9.0,
+    )
+    change_config(made, sliding_window=601)
+    assert checked(made).cause.startswith("its windows have 601 tokens instead of 600")
+
+
 def test_without_a_checkpoint_config_json_counts(tmp_path):
     made = make(tmp_path, PLAIN_ROPE, label="alone", **YARN)
     change_config(made, rope_theta=30.0, rope_parameters=lambda rope: rope | {"rope_theta": 30.0})

@@ -173,6 +173,8 @@ class Verification:
         """Tokens have ids below this number."""
         self.described: ModelConfig | None = None
         """The settings in the config.json that an engine has read, if it was given one."""
+        self.layer_difference = ""
+        """A sentence about the first layer whose phases or window differ in the engine."""
         self._failure: _Failure | None = None
         self._equal: set[tuple[Sequence, Precision]] = set()
         """What has been read in a way that gives equal logits."""
@@ -198,7 +200,8 @@ class Verification:
         first = GROUP
         window = self.trained.model.sliding_window
         if beyond_windows and window is not None:
-            first = min(window, EVERY_TOKEN) + GROUP
+            # Tokens after the last position are not compared.
+            first = min(window, EVERY_TOKEN, self.positions[-1]) + GROUP
         return groups_of_tokens(self.positions, self.vocab_size, first)
 
     def whole_sequence(self, limit: int) -> Sequence:
@@ -301,6 +304,8 @@ class Verification:
                 if check.layer is not None:
                     difference += f"; layer {check.layer} is the first that differs"
                 cause = "unknown, since the logits of the other checks are equal."
+                if self.layer_difference:
+                    cause = self.layer_difference
                 return replace(report, difference=f"{difference}.", cause=cause)
         return report
 
@@ -338,8 +343,9 @@ class Verification:
                 " and the other settings."
             )
         sequence = failure.sequence
-        if len(sequence.ids) > _SHORT:
-            # Each fault would take long.
+        # Each fault would take long. With gaps, this would save little, and windows of different
+        # sizes may agree at the first position.
+        if len(sequence.ids) > _SHORT and not sequence.has_gaps:
             sequence = sequence.until(check.differences[0])
         found = failure.outputs.logits[: len(sequence.compared)]
 
@@ -471,13 +477,25 @@ def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> N
 
 def _check_phases(verification: Verification, engine: TransformersEngine, name: str) -> None:
     """Add a check of the phases by which the layers of an engine rotate, if any are known without
-    the tokens. Windows that differ are noted.
+    the tokens, and of the windows, if one differs.
     """
     record = record_of(verification.trained.model, {}, verification.positions)
     measured = measured_phases(engine.model, verification.positions)
     for layer, clause in layer_differences(record, measured).items():
+        verification.layer_difference = f"layer {layer} {clause}."
         verification.notes.append(f"Layer {layer} {clause} ({name}).")
         break
+
+    # The logits may not show windows, since not all texts are longer.
+    pairs = [(of_layer["window"], found.window) for of_layer, found in zip(record.layers, measured)]
+    shorter = [min(filter(None, pair)) for pair in pairs if pair[0] != pair[1]]
+    if shorter:
+        differs = [position >= min(shorter) for position in verification.positions]
+        of_windows = [math.inf if position_differs else 0.0 for position_differs in differs]
+        allowed = [0.0] * len(of_windows)
+        check = Check(f"windows, {name}", verification.positions, of_windows, allowed)
+        verification.checks.append(check)
+
     errors = phase_errors(record, measured)
     if errors is not None:
         verification.checks.append(Check(f"phases, {name}", verification.positions, *errors))
