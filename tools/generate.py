@@ -8,12 +8,12 @@ prompts.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.errors import FileError, UserError, one_line
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.model_source import ModelSource, find_model
 from megatron_tape.extension.rope_scaling import read_options
 from megatron_tape.huggingface.tokenizer_files import SPECIAL_IDS, read_tokenizer
@@ -102,18 +102,15 @@ def continuations(
     """
     import transformers
 
+    from megatron_tape.huggingface.pretrained import cannot_load, load_pretrained
     from megatron_tape.huggingface.verification.phases import check_loaded
     from megatron_tape.huggingface.verification.position_record import check_config
 
-    def load_with(from_pretrained: Callable):
-        """Load the tokenizer or the model with a function of the signature of `from_pretrained`."""
-        try:
-            return from_pretrained(str(directory), trust_remote_code=source.needs_trust)
-        except Exception as error:  # any error of the libraries below, often with many lines
-            raise FileError(arguments.model, f"cannot be loaded: {one_line(error)}") from None
-
     check_config(directory)
-    tokenizer = load_with(read_tokenizer)
+    try:
+        tokenizer = read_tokenizer(str(directory), trust_remote_code=source.needs_trust)
+    except Exception as error:  # any error of the libraries below, often with many lines
+        raise cannot_load(directory, error) from None
     requests = []
     for number, prompt in enumerate(prompts, 1):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -123,7 +120,7 @@ def continuations(
         requests.append((inputs, new_tokens))
 
     with command_line.step(f"loading {arguments.model}"):
-        model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
+        model = load_pretrained(directory, "auto", source.needs_trust)
         check_loaded(model, directory)
     # Of the model's own settings, only the ids of special tokens are kept.
     model.generation_config = transformers.GenerationConfig(

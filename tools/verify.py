@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.errors import ConfigError, FileError, UserError
+from megatron_tape.errors import ConfigError
 
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
@@ -24,56 +24,92 @@ PRECISIONS = ("fp32", "bf16")
 def main() -> int:
     """Parse the command line, compare, and print the report. Returns the exit status."""
     arguments = parser().parse_args()
-    if arguments.engine == VLLM and arguments.logits is not None:
-        raise ConfigError("--logits", "cannot be combined with --engine", "omit one of them")
+    _check_options(arguments)
     # Imported here, since importing torch takes seconds.
-    from megatron_tape.evaluation.model_source import find_model
     from megatron_tape.extension.rope_scaling import read_options
     from megatron_tape.huggingface.verification.verify import Verification
 
     scaling = read_options(arguments.rope_scaling, arguments.rope_scaling_factor)
-    # With --against, MODEL may be an export, which has no other weights.
-    average = arguments.average and arguments.against is None
-    source = find_model(arguments.model, average=average, scaling=scaling)
+    has_reference = arguments.against is not None
+    # With --against, MODEL may be an export, which has its scaling already, and no other weights.
+    is_export = has_reference and Path(arguments.model, "config.json").is_file()
+    source = _find(
+        "MODEL",
+        arguments.model,
+        average=arguments.average and not is_export,
+        scaling=None if is_export else scaling,
+    )
     source.check_code(arguments.trust_remote_code)
-    trained = find_trained(arguments, source)
-    verification = Verification(trained, arguments.lengths)
+    expected = source
+    if has_reference:
+        expected = _find("--against", arguments.against, arguments.average, scaling)
+    verification = Verification(_trained(source, expected), arguments.lengths)
+    if not has_reference and not source.is_checkpoint:
+        verification.notes.append(
+            "The reference is MODEL's own config.json; --against compares with its training."
+        )
 
     if not source.needs_export:
-        verification.read_settings(source.path)
+        verification.read_directory(source.path)
     if arguments.write_tokens is not None:
-        if arguments.write_tokens.exists():
-            raise ConfigError(
-                "--write-tokens", f"{arguments.write_tokens} exists", "give another file"
-            )
         from megatron_tape.huggingface.verification.logits_file import write_tokens
 
         write_tokens(arguments.write_tokens, verification.whole_sequence(arguments.every_token))
-        print(f"wrote the tokens to {arguments.write_tokens}")
+        print(f"wrote the tokens to {arguments.write_tokens}; add their logits, and give --logits")
         return 0
 
     if arguments.logits is not None:
         verification.title = f"{arguments.logits}, computed with {arguments.model}"
-        check_logits(verification, arguments.logits)
+        check_logits(verification, arguments)
     else:
         with source.in_transformers_format() as directory:
             if arguments.engine == VLLM:
                 check_vllm(verification, directory, arguments)
             else:
                 check_transformers(verification, directory, arguments, source.needs_trust)
-    verification.title += f", against {trained.name} in plain torch (float64)"
+    if scaling is not None:
+        verification.title += f" with {scaling.name}"
+    verification.title += f", against {verification.trained.name} in plain torch (float64)"
     report = verification.report()
     print(report.text())
     return 0 if report.is_equal else 1
 
 
-def find_trained(arguments: argparse.Namespace, source):
-    """Return the model that the engine should compute (`Trained`). `source` is the `ModelSource` of
-    the model that the engine reads.
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that exclude each other, and for an existing output."""
+    alone = "omit one of them"
+    if arguments.logits is not None and arguments.engine == VLLM:
+        raise ConfigError("--logits", "cannot be combined with --engine vllm", alone)
+    if arguments.logits is not None and arguments.lengths:
+        raise ConfigError("--lengths", "cannot be combined with --logits", alone)
+    if arguments.write_tokens is not None and arguments.logits is not None:
+        raise ConfigError("--write-tokens", "cannot be combined with --logits", alone)
+    if arguments.engine_python is not None and arguments.engine != VLLM:
+        raise ConfigError("--engine-python", "requires --engine vllm", "add it")
+    if arguments.write_tokens is not None and arguments.write_tokens.exists():
+        raise ConfigError("--write-tokens", f"{arguments.write_tokens} exists", "give another file")
+
+
+def _find(name: str, path: str, average: bool, scaling):
+    """Return the `ModelSource` of the argument `name`. Raises ConfigError about the argument."""
+    from megatron_tape.evaluation.model_source import find_model
+
+    try:
+        return find_model(path, average=average, scaling=scaling)
+    except ConfigError as error:
+        if error.key != "--model":
+            raise
+        raise ConfigError(name, error.problem, error.fix) from None
+
+
+def _trained(source, expected):
+    """Return the model that the engine should compute (`Trained`).
+
+    `source` is the `ModelSource` of the model that the engine reads, and `expected` that of the
+    model with which it is compared.
     """
     from dataclasses import replace
 
-    from megatron_tape.evaluation.model_source import find_model
     from megatron_tape.huggingface.export.saved_weights import open_weights
     from megatron_tape.huggingface.verification.trained import (
         described_by,
@@ -81,27 +117,15 @@ def find_trained(arguments: argparse.Namespace, source):
         trained_by,
     )
 
-    expected = source
-    if arguments.against is not None:
-        expected = find_model(arguments.against, average=arguments.average, scaling=source.scaling)
-    try:
-        if expected.is_checkpoint:
-            trained = trained_by(open_weights(expected.path, expected.average))
-        else:
-            trained = described_by(expected.path)
-    except ConfigError:
-        raise
-    except UserError as error:
-        raise FileError(
-            arguments.model,
-            f"cannot be compared: {error}",
-            "give the checkpoint of its training with --against",
-        ) from None
+    if expected.is_checkpoint:
+        trained = trained_by(open_weights(expected.path, expected.average))
+    else:
+        trained = described_by(expected.path)
     # A checkpoint as MODEL is exported in fp32, without rounding.
-    if arguments.against is not None and not source.is_checkpoint:
+    if expected is not source and not source.is_checkpoint:
         trained = rounded_as(source.path, trained)
-    if source.scaling is not None:
-        scaled = source.scaling.scaled(trained.model, expected.path)
+    if expected.scaling is not None:
+        scaled = expected.scaling.scaled(trained.model, expected.path)
         trained = replace(trained, model=scaled)
     return trained
 
@@ -136,7 +160,7 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
     from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
 
-    verification.read_settings(directory)
+    verification.read_directory(directory)
     verification.title = f"{arguments.model} in vLLM"
     python = find_python(arguments.engine_python)
     sequence = verification.whole_sequence(arguments.every_token)
@@ -153,17 +177,17 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
             verification.add(f"{way}, {name}", sequence, Outputs(logits), precision)
 
 
-def check_logits(verification, path: Path) -> None:
+def check_logits(verification, arguments: argparse.Namespace) -> None:
     """Add the check of a file of logits to a `Verification`."""
-    import torch
-
     from megatron_tape.huggingface.verification.logits_file import read_logits
     from megatron_tape.huggingface.verification.sequences import Outputs
-    from megatron_tape.huggingface.verification.verify import Precision
+    from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
 
-    sequence, logits, is_normalized = read_logits(path, verification.vocab_size)
-    precision = Precision(torch.float32, torch.float32)
-    verification.add("logits, fp32", sequence, Outputs(logits), precision, is_normalized)
+    sequence, logits, is_normalized = read_logits(arguments.logits, verification.vocab_size)
+    # The file does not say in which precision the engine computed.
+    name = arguments.precision[0]
+    precision = Precision(PRECISIONS[name], PRECISIONS[name])
+    verification.add(f"logits, {name}", sequence, Outputs(logits), precision, is_normalized)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -198,14 +222,15 @@ def parser() -> argparse.ArgumentParser:
         "--logits",
         type=command_line.path,
         metavar="FILE",
-        help="compare logits that another engine has computed, an .npz file (docs/serving.md has"
-        " its format)",
+        help="compare logits that another engine has computed, an .npz file (docs/verification.md"
+        " has its format)",
     )
     add(
         "--write-tokens",
         type=command_line.path,
         metavar="FILE",
-        help="only write the tokens to read for --logits",
+        help="only write the tokens that another engine is to read for --logits; --lengths sets"
+        " which",
     )
     add(
         "--lengths",
@@ -229,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=PRECISIONS,
         default=PRECISIONS,
-        help="precisions of the engine (default: fp32 bf16)",
+        help="precisions of the engine (default: fp32 bf16; with --logits: fp32)",
     )
     add(
         "--average",
@@ -247,4 +272,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    # 1 means that something differs.
+    command_line.run(main, unavailable=2)

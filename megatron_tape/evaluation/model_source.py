@@ -204,6 +204,13 @@ def find_model(
                 f" models/{path.name}"
             )
         raise ConfigError("--model", f"{user_path} does not exist", fix)
+    has_config = (path / "config.json").is_file()
+    if not has_config and not (path / MANIFEST).exists() and any(path.glob("*.safetensors")):
+        raise ConfigError(
+            "--model",
+            f"{user_path} has weights, but no config.json",
+            "give a complete directory, as to-hf and transformers write it",
+        )
     if (path / "adapter_config.json").is_file():
         raise ConfigError(
             "--model",
@@ -212,7 +219,7 @@ def find_model(
         )
 
     try:
-        if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+        if has_config and not (path / MANIFEST).exists():
             model_source = _from_transformers(path, label, scaling)
         else:
             model_source = _from_checkpoint(path, label, average, scaling)

@@ -11,11 +11,12 @@ import torch
 from megatron_tape.errors import FileError, one_line
 
 
-def load_pretrained(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def load_pretrained(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
     """Return the causal language model in a directory, on the CPU, from safetensors files.
 
-    Code in the directory runs only with `trust_remote_code`. Raises FileError if transformers
-    cannot load the model.
+    `dtype` may be `auto`, that of the files. Code in the directory runs only with
+    `trust_remote_code`. Raises FileError if transformers cannot load the model, or if a weight is
+    missing, which transformers would initialize.
     """
     import transformers
 
@@ -23,15 +24,24 @@ def load_pretrained(directory: Path, dtype: torch.dtype, trust_remote_code: bool
     try:
         if trust_remote_code:
             _copy_code(directory)
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # the libraries raise errors of any type, often with many lines
         raise cannot_load(directory, error) from None
+    if found["missing_keys"]:
+        name = min(found["missing_keys"])
+        raise FileError(
+            directory,
+            f"lacks the weight {name:.100}, which its config.json requires",
+            "give the config.json that belongs to the weights, or export or download them again",
+        )
+    return model
 
 
 def cannot_load(directory: Path, error: Exception) -> FileError:

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +53,7 @@ def checked(made, precisions=("fp32",), **options):
     return verification.report()
 
 
-def change_config(made, **changes):
+def change_config(made, keep_record=False, **changes):
     """Change keys of an export's config.json; None removes a key."""
     path = made.directory / "config.json"
     config = json.loads(path.read_text())
@@ -61,6 +63,9 @@ def change_config(made, **changes):
         else:
             config[key] = value(config[key]) if callable(value) else value
     path.write_text(json.dumps(config))
+    if not keep_record:
+        # Only logits and phases show the change then.
+        (made.directory / "positions.json").unlink(missing_ok=True)
 
 
 def plant(monkeypatch, change):
@@ -352,12 +357,63 @@ def test_the_report_names_the_first_layer_and_position(tmp_path, monkeypatch):
     assert "DIFFERENT" in report.text()
 
 
-def test_a_difference_at_position_0_is_not_one_of_positions(tmp_path):
+def test_differences_at_position_0_are_not_those_of_positions(tmp_path, monkeypatch):
     made = make(tmp_path, PLAIN_ROPE, label="weights")
-    with changed_weights(made.directory) as weights:
+    changed = tmp_path / "changed"
+    shutil.copytree(made.directory, changed)
+    with changed_weights(changed) as weights:
         weights["model.layers.1.mlp.up_proj.weight"] *= 1.01
-    report = checked(made)
-    assert report.cause.startswith("not the positions, since the token at position 0 differs")
+    report = checked(replace(made, directory=changed))
+    assert report.cause == (
+        "the weights differ from those of the training, first in model.layers.1.mlp.up_proj.weight."
+    )
+
+    other_norm = tmp_path / "other_norm"
+    shutil.copytree(made.directory, other_norm)
+    change_config(replace(made, directory=other_norm), rms_norm_eps=0.1)
+    report = checked(replace(made, directory=other_norm))
+    assert report.cause.startswith("its config.json has other settings: model.norm_epsilon is 0.1")
+
+    plant(monkeypatch, lambda model: model.model.norm.weight.data.mul_(1.1))
+    assert checked(made).cause.startswith("not the positions, since the token at position 0")
+
+
+def test_positions_json_is_compared_with_the_reference(tmp_path):
+    made = make(tmp_path, OWN_CLASSES, label="recorded")
+    change_config(made, keep_record=True, rope_parameters=lambda rope: rope | {"rope_theta": 500.0})
+
+    def problems():
+        verification = Verification(described_by(made.directory))
+        check_transformers(verification, made.directory, FP32, trust_remote_code=True)
+        report = verification.report()
+        assert report.is_equal == (not report.problems)
+        return report.problems
+
+    (problem,) = problems()
+    assert "has rope_parameters.rope_theta 500.0, but was exported with 10000.0" in problem
+    # A record that was changed as well still has the phases of the training.
+    path = made.directory / "positions.json"
+    text = path.read_text()
+    path.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 500.0'))
+    (problem,) = problems()
+    assert "has other phases than the model that it is compared with" in problem
+    path.unlink()
+    assert problems() == []
+
+
+def test_another_model_is_refused(tmp_path):
+    made = make(tmp_path, OWN_CLASSES, label="first")
+    other = make(tmp_path, OWN_CLASSES, label="second", num_layers=4)
+    with pytest.raises(ValueError, match="it has num_layers 4 instead of 3"):
+        checked(replace(made, directory=other.directory))
+
+
+def test_a_state_in_bf16_is_no_rounding_if_the_training_has_fp32(tmp_path):
+    made = make(tmp_path, OWN_CLASSES, label="state_precision")
+    change_config(made, position_state_precision="bf16")
+    assert checked(made, ("fp32",)).is_equal
+    report = checked(made, ("bf16",))
+    assert report.problems == ["The position state is in bf16, in the training in fp32."]
 
 
 def test_a_fault_only_in_bf16(tmp_path, monkeypatch):
@@ -440,7 +496,7 @@ def test_a_fault_only_with_padding(tmp_path, monkeypatch):
     report = checked(made)
     different = [check.name for check in report.checks if not check.is_equal]
     assert different == ["left padding in a batch, fp32"]
-    assert report.cause.startswith("the way in which the tokens are read, such as the mask")
+    assert report.cause.startswith("the way in which the tokens are read, since another way")
 
 
 @pytest.mark.parametrize("window, is_equal", [(300, False), (600, True)])
@@ -608,5 +664,38 @@ def test_logits_of_another_engine(tmp_path, capsys):
 def test_models_that_cannot_be_compared(tmp_path, capsys):
     made = make(tmp_path, PLAIN_ROPE, label="unknown")
     change_config(made, model_type="gemma")
-    with pytest.raises(ValueError, match="cannot be compared: model_type .*--against"):
+    with pytest.raises(ValueError, match="model_type is 'gemma'"):
         run_program(capsys, made.directory)
+    with pytest.raises(ValueError, match="^--against .*missing does not exist"):
+        run_program(capsys, made.directory, "--against", tmp_path / "missing")
+    (made.directory / "config.json").unlink()
+    with pytest.raises(ValueError, match="^MODEL .* has weights, but no config.json"):
+        run_program(capsys, made.directory)
+
+
+def test_a_scaled_export_is_compared_with_the_scaled_checkpoint(tmp_path, capsys):
+    from convert_checkpoint import to_hf
+
+    made = make(tmp_path, PLAIN_ROPE, label="unscaled")
+    options = dict(adapter=False, rope_scaling="yarn", rope_scaling_factor=4.0, tokenizer="none")
+    to_hf(str(tmp_path / "scaled"), no_verify=False, checkpoint=str(made.checkpoint), **options)
+    words = [tmp_path / "scaled", "--against", made.checkpoint, "--precision", "fp32"]
+    assert run_program(capsys, *words)[0] == 1
+    scaling = ["--rope-scaling", "yarn", "--rope-scaling-factor", "4"]
+    status, out = run_program(capsys, *words, *scaling)
+    assert status == 0
+    assert "with yarn-x4" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--logits", "x.npz", "--engine", "vllm"],
+        ["--logits", "x.npz", "--lengths", "4"],
+        ["--logits", "x.npz", "--write-tokens", "y.npz"],
+        ["--engine-python", "python3"],
+    ],
+)
+def test_options_that_exclude_each_other(words, capsys):
+    with pytest.raises(ValueError, match="cannot be combined|requires --engine vllm"):
+        run_program(capsys, "missing", *words)

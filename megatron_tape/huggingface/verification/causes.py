@@ -6,7 +6,7 @@ logits, so it works for every engine.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,18 +58,19 @@ class Cause:
 
 
 def find_cause(
+    candidates: Iterable[Cause],
     model: ModelConfig,
     weights: Mapping[str, Tensor],
     sequence: Sequence,
     error_of: Callable[[Tensor], float],
     allowed: float,
     rounded_to: torch.dtype,
-    described: ModelConfig | None,
     on_cause: Callable[[str], None],
 ) -> str | None:
     """Return the sentence about the fault that explains an engine's logits best, or None.
 
     Args:
+        candidates: the faults to try; of two that explain the logits equally well, the first.
         model: the settings with which the model was trained.
         weights: as for `PlainModel`.
         sequence: the tokens that the engine has read.
@@ -77,13 +78,12 @@ def find_cause(
             those of the engine.
         allowed: the largest difference from rounding.
         rounded_to: as for `PlainModel`.
-        described: the settings that the engine read, if they are known.
         on_cause: called with the sentence of each fault before it is tried, to show progress.
     """
     original = error_of(PlainModel(model, weights, rounded_to=rounded_to).run(sequence).logits)
     limit = max(allowed, _REMAINING * original)
     best = None
-    for cause in (*causes(model), *_other_settings(model, described)):
+    for cause in candidates:
         on_cause(cause.sentence)
         faulty = cause.faulty(cause.model, weights, rounded_to=rounded_to)
         error = error_of(faulty.run(sequence).logits)
@@ -118,7 +118,7 @@ def _with_position(model: ModelConfig, **settings: Any) -> ModelConfig:
     return replace(model, position=replace(model.position, **settings))
 
 
-def _other_settings(model: ModelConfig, described: ModelConfig | None) -> Iterator[Cause]:
+def other_settings(model: ModelConfig, described: ModelConfig | None) -> Iterator[Cause]:
     """Yield that the engine read other settings, if a model with these has the same weights."""
     if described is None or hugging_face_shapes(described) != hugging_face_shapes(model):
         return

@@ -76,10 +76,31 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
         raise FileError(path, f"has {name} that are NaN or infinite", "look for their cause")
 
     ids = torch.from_numpy(tokens)
+    _check_sums(path, name, logits.astype(np.float64))
     compared = tuple(positions.tolist())
     sequence = Sequence(ids, torch.arange(len(ids)), compared)
     as_float64 = torch.from_numpy(logits.astype(np.float64))
     return sequence.until(compared[-1]), as_float64, normalized
+
+
+def _check_sums(path: Path, name: str, logits: np.ndarray) -> None:
+    """Raise FileError if the array `name` (P, V) has logits instead of log-probabilities, or the
+    other way round.
+    """
+    largest = logits.max(-1)
+    sums = largest + np.log(np.exp(logits - largest[:, None]).sum(-1))
+    # Half precision has errors of this size.
+    is_normalized = bool((np.abs(sums) < 0.02).all())
+    if name == "logits" and is_normalized:
+        raise FileError(
+            path, "has logits that are log-probabilities", "call the array logprobs instead"
+        )
+    if name == "logprobs" and not is_normalized:
+        raise FileError(
+            path,
+            "has logprobs whose probabilities do not sum to 1",
+            "call the array logits if they are raw, or write those of all tokens",
+        )
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:

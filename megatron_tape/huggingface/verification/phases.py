@@ -21,6 +21,7 @@ from megatron_tape.huggingface.verification.position_record import (
     LayerRecord,
     PositionRecord,
     read_positions,
+    tolerances,
 )
 from megatron_tape.text import counted
 
@@ -175,9 +176,8 @@ def _compared(
 
 
 def _tolerances(record: PositionRecord, found: LayerPositions) -> Tensor:
-    """Return by how much phases of modulus 1 may differ at each position (P)."""
-    # Angles are products of positions and frequencies, which other programs may round differently.
-    return 1e-4 + 4e-7 * torch.tensor(record.positions) + 4 * torch.finfo(found.dtype).eps
+    """Return by how much measured phases of modulus 1 may differ at each position (P)."""
+    return tolerances(record.positions) + 4 * torch.finfo(found.dtype).eps
 
 
 def _wrong_phases(

@@ -242,6 +242,39 @@ def check_config(directory: Path) -> None:
         raise FileError(path, problem, f"export the model again, {_DELETE}")
 
 
+def tolerances(positions: Sequence[int]) -> torch.Tensor:
+    """Return by how much phases of modulus 1 may differ between programs at each position (P)."""
+    # Angles are products of positions and frequencies, which other programs may round differently.
+    return 1e-4 + 4e-7 * torch.tensor(positions)
+
+
+def check_record(directory: Path, model: ModelConfig) -> None:
+    """Raise FileError if the record in `directory` has other phases or windows than the training of
+    a model with the settings `model` computes. Without a record, nothing is checked.
+    """
+    record = read_positions(directory)
+    if record is None:
+        return
+    expected = record_of(model, {}, record.positions)
+    same_windows = [layer["window"] for layer in record.layers] == [
+        layer["window"] for layer in expected.layers
+    ]
+    same_phases = record.phases.keys() == expected.phases.keys()
+    allowed_P1 = tolerances(record.positions)[:, None]
+    for name in record.phases.keys() & expected.phases.keys():
+        found = torch.tensor(record.phases[name])
+        of_training = torch.tensor(expected.phases[name])
+        if found.shape != of_training.shape or ((found - of_training).abs() > allowed_P1).any():
+            same_phases = False
+    if not (same_windows and same_phases):
+        differing = "phases" if same_windows else "windows"
+        raise FileError(
+            directory / POSITIONS,
+            f"has other {differing} than the model that it is compared with",
+            "give the checkpoint that was exported, with --against",
+        )
+
+
 def _first_change(exported: Any, found: Any, key: str) -> str | None:
     """Return the first difference of a value at `key` of config.json from the exported one, as a
     clause; None if there is none.

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.config_json import (
+    DEFAULTS,
     errors_of_settings,
     model_settings,
     read_settings,
@@ -32,6 +34,19 @@ from megatron_tape.model.weights import from_megatron
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_SIZES = (
+    "position_encoding",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "query_groups",
+    "head_dim",
+    "tie_embeddings",
+)
+"""Settings of a model that determine its weights."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +95,49 @@ def described_by(directory: Path) -> Trained:
 
 def vocab_size_of(directory: Path) -> int:
     """Return the number of embedding rows of a model in transformers format. Raises FileError if
-    its config.json does not say it.
+    its config.json does not say it, or UserError if it is not of an importable architecture.
     """
     path = directory / "config.json"
-    size = read_settings(path).get("vocab_size")
+    settings = read_settings(path)
+    if settings.get("model_type") not in DEFAULTS:
+        described_by(directory)  # raises the error
+    size = settings.get("vocab_size")
     # `type`, because True is an int.
     if type(size) is not int or size < 1:
         raise FileError(path, f"has vocab_size {size!r}", "set it to an integer above 0")
     return size
+
+
+def check_sizes(trained: Trained, model: ModelConfig, directory: Path) -> None:
+    """Raise FileError if `model`, the settings in `directory`, has other weights than the trained
+    model.
+    """
+    differences = []
+    for name in _SIZES:
+        found = getattr(model, name)
+        expected = getattr(trained.model, name)
+        if found != expected:
+            differences.append(f"{name} {format_value(found)} instead of {format_value(expected)}")
+    if differences:
+        raise FileError(
+            directory,
+            f"is another model than {trained.name}: it has {', '.join(differences)}",
+            "give the checkpoint that it was exported from",
+        )
+
+
+def different_weight(trained: Trained, directory: Path) -> str | None:
+    """Return the name of the first weight that differs in `directory`, or None."""
+    stored = described_by(directory).weights
+    for name in stored:
+        if name not in trained.weights:
+            continue
+        weight = stored[name].float()
+        # The vocabulary of one of them may be padded.
+        expected = trained.weights[name][: len(weight)].float()
+        if not torch.allclose(weight[: len(expected)], expected, rtol=1e-5, atol=1e-7):
+            return name
+    return None
 
 
 def rounded_as(directory: Path, trained: Trained) -> Trained:

@@ -22,16 +22,20 @@ from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import CheckpointError, UserError, one_line
+from megatron_tape.errors import CheckpointError, FileError, UserError, one_line
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
-from megatron_tape.huggingface.verification.causes import find_cause
+from megatron_tape.huggingface.verification.causes import Cause, causes, find_cause, other_settings
 from megatron_tape.huggingface.verification.phases import (
     layer_differences,
     measured_phases,
     phase_errors,
 )
 from megatron_tape.huggingface.verification.plain_model import PlainModel
-from megatron_tape.huggingface.verification.position_record import record_of
+from megatron_tape.huggingface.verification.position_record import (
+    check_config,
+    check_record,
+    record_of,
+)
 from megatron_tape.huggingface.verification.sequences import (
     GROUP,
     Outputs,
@@ -42,7 +46,9 @@ from megatron_tape.huggingface.verification.sequences import (
 )
 from megatron_tape.huggingface.verification.trained import (
     Trained,
+    check_sizes,
     described_by,
+    different_weight,
     trained_by,
     vocab_size_of,
 )
@@ -98,6 +104,8 @@ class Report:
     checks: list[Check]
     notes: list[str]
     """Sentences about what was not compared, and why."""
+    problems: list[str]
+    """Sentences about differences that are no errors at positions."""
     difference: str = ""
     """A sentence about the first layer and position that differ, if any does."""
     cause: str = ""
@@ -105,15 +113,16 @@ class Report:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all checks have passed."""
-        return all(check.is_equal for check in self.checks)
+        """Whether all checks have passed, and there are no other problems."""
+        return not self.problems and all(check.is_equal for check in self.checks)
 
     def text(self) -> str:
         """Return the report as lines of text, with a table."""
         lines = [self.title, *self._table(), *self.notes]
         if self.is_equal:
             lines.append("Equal: all differences are within what rounding explains.")
-        else:
+        lines += [f"DIFFERENT: {problem}" for problem in self.problems]
+        if self.difference:
             lines += [f"DIFFERENT: {self.difference}", f"Likely cause: {self.cause}"]
         return "\n".join(lines)
 
@@ -165,14 +174,17 @@ class Verification:
         self.title = title
         self.checks: list[Check] = []
         self.notes: list[str] = []
+        self.problems: list[str] = []
         model = trained.model
         self.positions = sorted({0, *positions})
         if not positions:
             self.positions = default_positions(model.seq_length)
         self.vocab_size = model.unpadded_vocab_size or model.vocab_size
         """Tokens have ids below this number."""
+        self.directory: Path | None = None
+        """What the engine reads (see `read_directory`)."""
         self.described: ModelConfig | None = None
-        """The settings in the config.json that an engine has read, if it was given one."""
+        """The settings in its config.json, as this project understands them, if it does."""
         self.layer_difference = ""
         """A sentence about the first layer whose phases or window differ in the engine."""
         self._failure: _Failure | None = None
@@ -214,15 +226,28 @@ class Verification:
             positions.append(limit)
         return every_token(positions, self.vocab_size)
 
-    def read_settings(self, directory: Path) -> None:
-        """Read the config.json of the model that an engine reads. Call this before any sequence is
-        made.
+    def read_directory(self, directory: Path) -> None:
+        """Read the config.json and positions.json of the model that an engine reads. Call this
+        before any sequence is made.
+
+        Raises FileError if it is another model than the trained one.
         """
+        if self.directory == directory:
+            return
+        self.directory = directory
         # An export has no rows for ids that its tokenizer does not have.
         self.vocab_size = min(self.vocab_size, vocab_size_of(directory))
-        # The settings explain a difference. An engine may know models that this project does not.
+        # The settings explain a difference. An engine may know some that this project does not.
         with suppress(UserError):
             self.described = described_by(directory).model
+        if self.described is not None:
+            check_sizes(self.trained, self.described, directory)
+
+        try:
+            check_config(directory)
+            check_record(directory, self.trained.model)
+        except FileError as error:
+            self.problems.append(f"{error}.")
 
     def _keep_positions_below(self, length: int, reason: str) -> None:
         """Do not compare positions from `length` on; note the reason."""
@@ -291,7 +316,10 @@ class Verification:
 
     def report(self) -> Report:
         """Return the report. If a check has failed, find the cause."""
-        report = Report(self.title, self.checks, self.notes)
+        lacking = [check.name for check in self.checks if check.positions != self.positions]
+        if lacking:
+            self.notes.append("- stands for positions that were not read.")
+        report = Report(self.title, self.checks, self.notes, self.problems)
         failure = self._failure
         if failure is not None:
             return replace(
@@ -331,41 +359,62 @@ class Verification:
     def _cause(self, failure: _Failure) -> str:
         """Return the sentence about the likely cause of a failed check."""
         check = failure.check
+        way = "the way in which the tokens are read, since another way gives equal logits"
+        model = self.trained.model
+        candidates = [*causes(model), *other_settings(model, self.described)]
         # The token at position 0 attends to nothing else.
-        if check.differences[0] == 0 and failure.way_only:
-            return (
-                "the way in which the tokens are read, such as the mask of padding, since another"
-                " way gives equal logits."
-            )
+        if check.differences[0] == 0:
+            if failure.way_only:
+                return f"{way}; look at the mask of padding."
+            if self.directory is not None and self.described is not None:
+                name = different_weight(self.trained, self.directory)
+                if name is not None:
+                    return f"the weights differ from those of the training, first in {name}."
+            candidates = list(other_settings(model, self.described))
+
+        sentence = self._explanation(failure, candidates)
+        if sentence is not None:
+            return f"{sentence}."
+        if failure.way_only:
+            return f"{way}; look at the cache, or at the mask of padding."
         if check.differences[0] == 0:
             return (
                 "not the positions, since the token at position 0 differs, too; compare the weights"
                 " and the other settings."
             )
+        return "none of the known faults computes these logits."
+
+    def _explanation(self, failure: _Failure, candidates: list[Cause]) -> str | None:
+        """Return the sentence of the fault that explains a failed check best, or None."""
+        check = failure.check
         sequence = failure.sequence
         # Each fault would take long. With gaps, this would save little, and windows of different
         # sizes may agree at the first position.
         if len(sequence.ids) > _SHORT and not sequence.has_gaps:
             sequence = sequence.until(check.differences[0])
         found = failure.outputs.logits[: len(sequence.compared)]
+        tried: set[str] = set()
 
         def error_of(logits: Tensor) -> float:
             """Return the largest error of an engine, if `logits` were expected."""
             return max(_errors(found, _normalized(logits, failure.is_normalized)))
 
-        sentence = find_cause(
+        def show(cause: str) -> None:
+            """Show a fault before it is tried. Some have several variants."""
+            if cause not in tried:
+                tried.add(cause)
+                command_line.log(f"trying: {cause}")
+
+        return find_cause(
+            candidates,
             self.trained.model,
             self.trained.weights,
             sequence,
             error_of,
             max(check.allowed),
             failure.precision.weights,
-            self.described,
-            lambda cause: command_line.log(f"trying: {cause}"),
+            show,
         )
-        if sentence is None:
-            return "none of the known faults computes these logits."
-        return f"{sentence}."
 
 
 def transformers_version() -> str:
@@ -412,7 +461,7 @@ def check_transformers(
         trust_remote_code: run Python files in the directory.
     """
     name = {dtype: name for name, dtype in PRECISIONS.items()}[precision.computation]
-    verification.read_settings(directory)
+    verification.read_directory(directory)
     sequence = verification.short_sequence(beyond_windows)
     if not verification.depends_on_positions_alone:
         sequence = verification.whole_sequence(whole)
@@ -459,10 +508,11 @@ def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> N
     )
     report = verification.report()
     if not report.is_equal:
+        differences = " ".join([*report.problems, report.difference])
         raise CheckpointError(
             saved.path,
             f"is exported to a model that computes something else in transformers"
-            f" {transformers_version()}: {report.difference} Likely cause: {report.cause}",
+            f" {transformers_version()}: {differences} Likely cause: {report.cause}",
             "try another version of transformers, or write the export with --no-verify and run"
             " tape-verify on it",
         )
@@ -495,6 +545,13 @@ def _check_phases(verification: Verification, engine: TransformersEngine, name: 
         allowed = [0.0] * len(of_windows)
         check = Check(f"windows, {name}", verification.positions, of_windows, allowed)
         verification.checks.append(check)
+
+    # TAPE's own class keeps the state in float32 while it computes in bf16.
+    dtypes = {found.dtype for found in measured}
+    settings = verification.trained.model.position
+    is_fp32 = getattr(settings, "state_precision", "bf16") == "fp32"
+    if engine.model.config.model_type == "tape" and is_fp32 and torch.bfloat16 in dtypes:
+        verification.problems.append("The position state is in bf16, in the training in fp32.")
 
     errors = phase_errors(record, measured)
     if errors is not None:

@@ -90,7 +90,11 @@ def run_vllm(
                 errors="replace",
             )
         if done.returncode != 0:
-            raise UserError(str(directory), f"failed in vLLM: {_reason(done)}")
+            reason = _reason(done)
+            fix = ""
+            if "No module named 'vllm'" in reason:
+                fix = "run `make .venv-vllm`, or name another Python by --engine-python"
+            raise UserError(str(directory), f"failed in vLLM: {reason}", fix)
 
         with np.load(output, allow_pickle=False) as archive:
             logits = {
