@@ -17,6 +17,8 @@ from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.pretrained import cache_keyword
 from megatron_tape.huggingface.verification import transformers_engine
+from megatron_tape.huggingface.verification.plain_model import PlainModel
+from megatron_tape.huggingface.verification.sequences import Sequence
 from megatron_tape.huggingface.verification.trained import described_by, trained_by
 from megatron_tape.huggingface.verification.verify import (
     PRECISIONS,
@@ -414,6 +416,25 @@ def test_a_state_in_bf16_is_no_rounding_if_the_training_has_fp32(tmp_path):
     assert checked(made, ("fp32",)).is_equal
     report = checked(made, ("bf16",))
     assert report.problems == ["The position state is in bf16, in the training in fp32."]
+
+
+def test_the_allowed_error_is_that_of_many_tokens(tmp_path):
+    """A few tokens may have much smaller errors than others."""
+    made = make(tmp_path, PLAIN_ROPE, label="many", seq_length=64)
+    verification = Verification(trained_by(open_weights(made.checkpoint)))
+    sequence = verification.whole_sequence(63)
+    every = Sequence(sequence.ids, sequence.positions, tuple(range(64)))
+    precision = Precision(torch.bfloat16, torch.bfloat16)
+    trained = verification.trained
+    exact, rounded = (
+        PlainModel(trained.model, trained.weights, dtype, torch.bfloat16).run(every).logits
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    of_compared = exact[list(sequence.compared)]
+    largest = ((rounded - exact).abs().max() / of_compared.abs().max()).item()
+    verification.add("bf16", sequence, verification.reference(sequence, precision)[0], precision)
+    assert verification.checks[0].allowed == pytest.approx([2 * largest] * 3)
+    assert verification.checks[0].errors == [0.0] * 3
 
 
 def test_a_fault_only_in_bf16(tmp_path, monkeypatch):

@@ -66,6 +66,8 @@ _SHORT = 512
 """The same in the short form of a verification. Sequences that are longer are long."""
 _FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Smallest allowed error by the precision of the computation, as a share of the largest logit."""
+_SAMPLED = 64
+"""Tokens by which the error of plain torch is measured, besides the compared ones."""
 _TWICE = 2.0
 """An engine may have this many times the error of plain torch."""
 
@@ -192,6 +194,9 @@ class Verification:
         """What has been read in a way that gives equal logits."""
         self._references: dict[tuple[Sequence, Precision], tuple[Outputs, Outputs]] = {}
         """The results of `reference`."""
+        self._rounding: dict[tuple[Sequence, Precision, bool], float] = {}
+        """The largest error of plain torch in the precision of an engine, for logits as they are
+        and normalized."""
         # Positions that are drawn from a range depend on the length of longer sequences.
         if encoding_of(model).token_positions(1, None) is not None:
             self._keep_positions_below(model.seq_length, "longer texts change all their positions")
@@ -260,10 +265,17 @@ class Verification:
         """Return what plain torch computes in float64, and in the precision of an engine."""
         key = sequence, precision
         if key not in self._references:
-            self._references[key] = (
-                self._run(sequence, torch.float64, precision.weights),
-                self._run(sequence, *precision),
-            )
+            sampled = _with_sample(sequence)
+            exact = self._run(sampled, torch.float64, precision.weights)
+            rounded = self._run(sampled, *precision)
+            rows = [sampled.compared.index(index) for index in sequence.compared]
+            for is_normalized in (False, True):
+                expected = _normalized(exact.logits, is_normalized)
+                of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
+                # Errors are shares of the largest logit of the compared tokens.
+                scale = expected.abs().max() / expected[rows].abs().max().clamp(min=1e-30)
+                self._rounding[*key, is_normalized] = max(of_plain) * scale.item()
+            self._references[key] = _of_rows(exact, rows), _of_rows(rounded, rows)
         return self._references[key]
 
     def _run(self, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype) -> Outputs:
@@ -293,17 +305,16 @@ class Verification:
 
         With `is_normalized`, `outputs.logits` are logarithms of probabilities.
         """
-        exact, rounded = self.reference(sequence, precision)
-        for logits in (exact.logits, rounded.logits):
-            if not logits.isfinite().all():
-                raise UserError(
-                    self.trained.name,
-                    "has logits that are NaN or infinite in plain torch",
-                    "choose a checkpoint before the training diverged",
-                )
+        exact, _ = self.reference(sequence, precision)
+        of_plain = self._rounding[sequence, precision, is_normalized]
+        if not (exact.logits.isfinite().all() and math.isfinite(of_plain)):
+            raise UserError(
+                self.trained.name,
+                "has logits that are NaN or infinite in plain torch",
+                "choose a checkpoint before the training diverged",
+            )
         expected = _normalized(exact.logits, is_normalized)
-        of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
-        allowed = max(_TWICE * max(of_plain), _FLOORS[precision.computation])
+        allowed = max(_TWICE * of_plain, _FLOORS[precision.computation])
         errors = _errors(outputs.logits, expected)
         check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
         self.checks.append(check)
@@ -415,6 +426,23 @@ class Verification:
             failure.precision.weights,
             show,
         )
+
+
+def _with_sample(sequence: Sequence) -> Sequence:
+    """Return the sequence with more compared tokens, evenly spaced.
+
+    In models with a few large activations, the errors of tokens differ by an order of magnitude, so
+    that the compared tokens alone would not show how large they may be.
+    """
+    sample = torch.linspace(0, len(sequence.ids) - 1, _SAMPLED).long().tolist()
+    compared = tuple(sorted({*sequence.compared, *sample}))
+    return Sequence(sequence.ids, sequence.positions, compared)
+
+
+def _of_rows(outputs: Outputs, rows: list[int]) -> Outputs:
+    """Return the outputs of some of the compared tokens."""
+    assert outputs.hidden_states is not None
+    return Outputs(outputs.logits[rows], outputs.hidden_states[:, rows])
 
 
 def transformers_version() -> str:
