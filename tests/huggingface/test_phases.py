@@ -363,11 +363,6 @@ EDITS = {
         lambda settings: settings.update(rope_parameters={"rope_type": "default"}),
         "has rope_parameters.rope_type 'default', but was exported with 'yarn'",
     ),
-    "no older scaling": (
-        "llama_llama3",
-        lambda settings: settings.pop("rope_scaling"),
-        "has no rope_scaling, but was exported with {'rope_type': 'llama3'",
-    ),
     "factor": (
         "llama_linear",
         lambda settings: settings["rope_parameters"].update(factor=9.0),
@@ -439,6 +434,15 @@ def with_tokenizer(tmp_path_factory, code_tokenizer):
         make(folder, name, label, tokenizer=str(code_tokenizer), **sizes, **settings)
     (folder / "text.jsonl").write_text(json.dumps({"text": "import heapq\n" * 90}) + "\n")
     return folder
+
+
+@pytest.mark.parametrize("name", ["llama_theta", "llama_yarn", "qwen2", "smollm3_windows", "tape"])
+def test_a_model_that_was_saved_again_in_its_place_is_not_refused(made, name, tmp_path):
+    folder = tmp_path / "saved"
+    shutil.copytree(made(name).directory, folder)
+    made(name).loaded.save_pretrained(folder)
+    check_config(folder)
+    check_loaded(made(name).loaded, folder)
 
 
 @pytest.mark.parametrize("label", ["plain", "tape"])

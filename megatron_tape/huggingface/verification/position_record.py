@@ -50,6 +50,10 @@ CONFIG_KEYS = (
     "temperature_floor_scale",
 )
 """The keys of config.json that determine positions, of all architectures."""
+_REPEATED = {"rope_theta", "rope_scaling"}
+"""Keys that repeat parts of rope_parameters for older versions of transformers."""
+_ADDED = {"layer_types", "max_window_layers", "use_sliding_window"}
+"""Keys that transformers adds; they show in the windows of a loaded model."""
 NO_ROTATION = "none"
 """Value of `LayerRecord.phases` for a layer that does not rotate queries and keys."""
 _VERSION = 1
@@ -236,8 +240,16 @@ def check_config(directory: Path) -> None:
         return
     path = directory / "config.json"
     settings = read_settings(path)
-    found = {key: settings[key] for key in CONFIG_KEYS if key in settings}
-    problem = _first_change(record.config, found, "")
+    # null stands for a missing key.
+    found = {key: settings[key] for key in CONFIG_KEYS if settings.get(key) is not None}
+    exported = {key: value for key, value in record.config.items() if value is not None}
+    # `save_pretrained` of transformers leaves out and adds keys that have no effect of their own.
+    if "rope_parameters" in found:
+        for key in _REPEATED - found.keys():
+            exported.pop(key, None)
+    for key in _ADDED - exported.keys():
+        found.pop(key, None)
+    problem = _first_change(exported, found, "")
     if problem is not None:
         raise FileError(path, problem, f"export the model again, {_DELETE}")
 

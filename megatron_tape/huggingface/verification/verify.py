@@ -155,6 +155,20 @@ class Precision(NamedTuple):
     """The dtype to which the trained weights were rounded."""
 
 
+class Reference(NamedTuple):
+    """What plain torch computes for a sequence."""
+
+    exact: Outputs
+    """In float64."""
+    rounded: Outputs
+    """In the precision of an engine."""
+    error: float
+    """The largest error of the logits in this precision, also at other tokens than those that are
+    compared, as a share of the largest logit of those."""
+    error_normalized: float
+    """The same of the logarithms of probabilities."""
+
+
 class _Failure(NamedTuple):
     """The first check that failed, with what is needed to explain it."""
 
@@ -192,11 +206,8 @@ class Verification:
         self._failure: _Failure | None = None
         self._equal: set[tuple[Sequence, Precision]] = set()
         """What has been read in a way that gives equal logits."""
-        self._references: dict[tuple[Sequence, Precision], tuple[Outputs, Outputs]] = {}
+        self._references: dict[tuple[Sequence, Precision], Reference] = {}
         """The results of `reference`."""
-        self._rounding: dict[tuple[Sequence, Precision, bool], float] = {}
-        """The largest error of plain torch in the precision of an engine, for logits as they are
-        and normalized."""
         # Positions that are drawn from a range depend on the length of longer sequences.
         if encoding_of(model).token_positions(1, None) is not None:
             self._keep_positions_below(model.seq_length, "longer texts change all their positions")
@@ -261,21 +272,30 @@ class Verification:
             self.notes.append(f"Positions from {length:,} on are not compared: {reason}.")
         self.positions = kept
 
-    def reference(self, sequence: Sequence, precision: Precision) -> tuple[Outputs, Outputs]:
-        """Return what plain torch computes in float64, and in the precision of an engine."""
+    def reference(self, sequence: Sequence, precision: Precision) -> Reference:
+        """Return what plain torch computes. It is computed once.
+
+        Raises UserError if logits are NaN or infinite.
+        """
         key = sequence, precision
         if key not in self._references:
             sampled = _with_sample(sequence)
             exact = self._run(sampled, torch.float64, precision.weights)
             rounded = self._run(sampled, *precision)
+            for outputs in (exact, rounded):
+                if not outputs.logits.isfinite().all():
+                    raise UserError(
+                        self.trained.name,
+                        "has logits that are NaN or infinite in plain torch",
+                        "choose a checkpoint before the training diverged",
+                    )
             rows = [sampled.compared.index(index) for index in sequence.compared]
-            for is_normalized in (False, True):
-                expected = _normalized(exact.logits, is_normalized)
-                of_plain = _errors(_normalized(rounded.logits, is_normalized), expected)
-                # Errors are shares of the largest logit of the compared tokens.
-                scale = expected.abs().max() / expected[rows].abs().max().clamp(min=1e-30)
-                self._rounding[*key, is_normalized] = max(of_plain) * scale.item()
-            self._references[key] = _of_rows(exact, rows), _of_rows(rounded, rows)
+            self._references[key] = Reference(
+                _of_rows(exact, rows),
+                _of_rows(rounded, rows),
+                _rounding(exact.logits, rounded.logits, rows),
+                _rounding(_normalized(exact.logits, True), _normalized(rounded.logits, True), rows),
+            )
         return self._references[key]
 
     def _run(self, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype) -> Outputs:
@@ -305,15 +325,9 @@ class Verification:
 
         With `is_normalized`, `outputs.logits` are logarithms of probabilities.
         """
-        exact, _ = self.reference(sequence, precision)
-        of_plain = self._rounding[sequence, precision, is_normalized]
-        if not (exact.logits.isfinite().all() and math.isfinite(of_plain)):
-            raise UserError(
-                self.trained.name,
-                "has logits that are NaN or infinite in plain torch",
-                "choose a checkpoint before the training diverged",
-            )
-        expected = _normalized(exact.logits, is_normalized)
+        reference = self.reference(sequence, precision)
+        expected = _normalized(reference.exact.logits, is_normalized)
+        of_plain = reference.error_normalized if is_normalized else reference.error
         allowed = max(_TWICE * of_plain, _FLOORS[precision.computation])
         errors = _errors(outputs.logits, expected)
         check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
@@ -356,7 +370,9 @@ class Verification:
         if found is None:
             return f"{place}. This engine shows only logits, so the layer is unknown."
 
-        exact, rounded = self.reference(failure.sequence, failure.precision)
+        reference = self.reference(failure.sequence, failure.precision)
+        exact = reference.exact
+        rounded = reference.rounded
         assert exact.hidden_states is not None and rounded.hidden_states is not None
         floor = _FLOORS[failure.precision.computation]
         for layer, expected in enumerate(exact.hidden_states):
@@ -443,6 +459,14 @@ def _of_rows(outputs: Outputs, rows: list[int]) -> Outputs:
     """Return the outputs of some of the compared tokens."""
     assert outputs.hidden_states is not None
     return Outputs(outputs.logits[rows], outputs.hidden_states[:, rows])
+
+
+def _rounding(exact: Tensor, rounded: Tensor, rows: list[int]) -> float:
+    """Return the largest error of `rounded` (N, V), as a share of the largest expected number in
+    some `rows`.
+    """
+    scale = exact.abs().max() / exact[rows].abs().max().clamp(min=1e-30)
+    return max(_errors(rounded, exact)) * scale.item()
 
 
 def transformers_version() -> str:
