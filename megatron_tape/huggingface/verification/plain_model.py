@@ -10,7 +10,7 @@ head dimension, V vocabulary. As in training, the first axis of tensors is the s
 second the batch, which has size 1 here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.huggingface.imports.weight_files import LazyTensors
 from megatron_tape.huggingface.verification.sequences import Outputs, Sequence
 from megatron_tape.model.names import HUGGING_FACE_OUTPUT, POSITION, hugging_face_prefix
 from megatron_tape.model.shapes import hugging_face_shapes
@@ -139,7 +140,6 @@ class PlainModel:
         shared = SharedInputs(self.encoding.window_phases(positions_SB, self.dtype), factors)
         return hidden_states, self.encoding.initial_state(positions_SB, self.dtype), shared
 
-    @torch.no_grad()
     def run_layer(
         self,
         layer: int,
@@ -154,17 +154,19 @@ class PlainModel:
         With `queries`, the indices of some tokens, only the results of these tokens are computed:
         (P, 1, C). This requires an encoding that does not change scores.
         """
-        weights = dict(self._layer_weights(layer))
+        weights = self._layer_weights(layer)
         parameters = self._parameters(layer, weights)
         epsilon = self.model.norm_epsilon
         normed = _rms_norm(hidden_states, weights["input_layernorm.weight"], epsilon)
+        if queries is not None:
+            # Here, so that those of all tokens need no memory during attention.
+            hidden_states = hidden_states[queries]
 
         kind = self.pattern_layer(layer)
         state = self.encoding.enter(kind, parameters, state, normed, NO_CACHE)
         positions = self.encoding.position_inputs(kind, parameters, state, normed, NO_CACHE)
         output, averaged = self._attention(layer, weights, normed, positions, shared, queries)
         if queries is not None:
-            hidden_states = hidden_states[queries]
             normed = normed[queries]
             positions = _of_tokens(positions, queries)
             state = self.encoding.state_tensor(state)
@@ -244,12 +246,13 @@ class PlainModel:
             averaged_state = self.encoding.average_from_window(averaged_state, window_phases)
         return averages, averaged_state
 
-    def _layer_weights(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a layer by their names in the layer."""
+    def _layer_weights(self, layer: int) -> LazyTensors:
+        """Return the weights of a layer by their names in the layer, which are read when they are
+        accessed.
+        """
         prefix = hugging_face_prefix(layer)
-        for name in self._names:
-            if name.startswith(prefix):
-                yield name.removeprefix(prefix), self._cast(self._weights[name])
+        names = [name.removeprefix(prefix) for name in self._names if name.startswith(prefix)]
+        return LazyTensors(names, lambda name: self._cast(self._weights[prefix + name]))
 
     def _parameters(self, layer: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the encoding's parameters in a layer by name, given the layer's weights."""
@@ -285,6 +288,41 @@ def _attend_for(
     """Return the averages (P, 1, H, D) of `_attend` for some queries only, which are all that
     `inputs.q_SBHD` has.
     """
+    groups = inputs.k_TBGD.shape[2]
+    # One group at a time, since all rotated keys together may need more memory than a layer.
+    of_groups = [
+        _attend_in_group(queries, _of_group(inputs, group, groups), window)
+        for group in range(groups)
+    ]
+    values, states = zip(*of_groups, strict=True)
+    if states[0] is None:
+        return torch.cat(values, dim=2), None
+    return torch.cat(values, dim=2), torch.cat(states, dim=2)
+
+
+def _of_group(inputs: AttentionInputs, group: int, groups: int) -> AttentionInputs:
+    """Return the inputs of one of `groups` key/value groups and of its query heads."""
+    heads_per_group = inputs.q_SBHD.shape[2] // groups
+    own_heads = slice(group * heads_per_group, (group + 1) * heads_per_group)
+    own = slice(group, group + 1)
+    z = inputs.z_TBGD
+    # All groups may share one state.
+    if z is not None and z.shape[2] > 1:
+        z = z[:, :, own]
+    return replace(
+        inputs,
+        q_SBHD=inputs.q_SBHD[:, :, own_heads],
+        k_TBGD=inputs.k_TBGD[:, :, own],
+        v_TBGD=inputs.v_TBGD[:, :, own],
+        z_TBGD=z,
+        joined_TBGE=None,
+    )
+
+
+def _attend_in_group(
+    queries: list[int], inputs: AttentionInputs, window: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the averages of `_attend_for` for the heads of one group."""
     query = inputs.q_SBHD
     key = inputs.k_TBGD
     z = inputs.z_TBGD
@@ -294,6 +332,7 @@ def _attend_for(
     if inputs.factor_TB1D is not None:
         query = query * inputs.factor_TB1D[queries]
         key = key / inputs.factor_TB1D
+
     of_queries = []
     for row, index in enumerate(queries):
         # Without the keys that the query does not attend to, no mask is needed.
@@ -305,7 +344,6 @@ def _attend_for(
             k_TBGD=key[visible],
             v_TBGD=inputs.v_TBGD[visible],
             z_TBGD=None if z is None else z[visible],
-            joined_TBGE=None,
             factor_TB1D=None,
             rotate=False,
         )

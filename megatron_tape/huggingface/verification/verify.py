@@ -639,8 +639,9 @@ def _check_layers(
         state, shared = beginnings[plain]
         if layer > 0 and entering.position_state is not None:
             state = entering.position_state.to(plain.dtype)[:, None]
-        hidden_states = entering.hidden_states.to(plain.dtype)[:, None]
-        hidden_states, state = plain.run_layer(layer, hidden_states, state, shared, compared)
+        hidden_states, state = plain.run_layer(
+            layer, entering.hidden_states.to(plain.dtype)[:, None], state, shared, compared
+        )
         if not plain.encoding.updates(layer):
             return [hidden_states.flatten(1)]
         return [hidden_states.flatten(1), state.flatten(1)]
