@@ -148,8 +148,8 @@ def check_transformers(
             verification,
             directory,
             Precision(dtype, dtype),
-            whole=arguments.every_token,
-            layers=arguments.every_token,
+            whole_up_to=arguments.every_token,
+            layers_up_to=arguments.every_token,
             trust_remote_code=trust,
         )
 

@@ -348,7 +348,7 @@ def test_the_report_names_the_first_layer_and_position(tmp_path, monkeypatch):
         )
 
     plant(monkeypatch, fault)
-    report = checked(made, layers=64)
+    report = checked(made, layers_up_to=64)
     # The state after layer 1 is read by layer 2. The token at position 0 attends only to itself.
     assert report.difference == (
         "one pass, fp32: first at position 8; layer 2 is the first that differs, at 8."
@@ -553,7 +553,7 @@ def test_without_a_checkpoint_config_json_counts(tmp_path):
     made = make(tmp_path, PLAIN_ROPE, label="alone", **YARN)
     change_config(made, rope_theta=30.0, rope_parameters=lambda rope: rope | {"rope_theta": 30.0})
     verification = Verification(described_by(made.directory))
-    check_transformers(verification, made.directory, FP32, layers=64)
+    check_transformers(verification, made.directory, FP32, layers_up_to=64)
     assert verification.report().is_equal
     assert not checked(made).is_equal
 
@@ -574,7 +574,7 @@ def test_without_a_checkpoint_config_json_counts(tmp_path):
 )
 def test_all_checks_pass_with_every_kind_of_encoding(kind, settings, checks, tmp_path):
     made = make(tmp_path, kind, label=f"passes_{kind}", **settings)
-    report = checked(made, ("fp32", "bf16"), layers=64)
+    report = checked(made, ("fp32", "bf16"), layers_up_to=64)
     assert report.is_equal, report.text()
     assert len(report.checks) == checks
 

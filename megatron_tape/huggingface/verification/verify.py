@@ -26,12 +26,14 @@ from megatron_tape.errors import CheckpointError, FileError, UserError, one_line
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.verification.causes import Cause, causes, find_cause, other_settings
 from megatron_tape.huggingface.verification.phases import (
+    LayerPositions,
     layer_differences,
     measured_phases,
     phase_errors,
 )
 from megatron_tape.huggingface.verification.plain_model import PlainModel
 from megatron_tape.huggingface.verification.position_record import (
+    PositionRecord,
     check_config,
     check_record,
     record_of,
@@ -63,12 +65,13 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERY_TOKEN = 8192
 """Default of the largest position of a sequence whose tokens are all read."""
 _SHORT = 512
-"""The same in the short form of a verification. Sequences that are longer are long."""
+"""The same in the short form of a verification. Faulty models read longer sequences without gaps
+only up to the first difference."""
 _FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Smallest allowed error by the precision of the computation, as a share of the largest logit."""
-_SAMPLED = 64
-"""Tokens by which the error of plain torch is measured, besides the compared ones."""
-_TWICE = 2.0
+_SAMPLED_TOKENS = 64
+"""Number of tokens at which the error of plain torch is measured, besides the compared ones."""
+_ERROR_FACTOR = 2.0
 """An engine may have this many times the error of plain torch."""
 
 
@@ -131,12 +134,14 @@ class Report:
     def _table(self) -> list[str]:
         """Return the lines of the table. Its columns are positions."""
         positions = sorted({p for check in self.checks for p in check.positions})
-        rows = [["position", *(f"{p:,}" for p in positions), "allowed", ""]]
+        header = [f"{position:,}" for position in positions]
+        rows = [["position", *header, "allowed", ""]]
         for check in self.checks:
             errors = dict(zip(check.positions, check.errors, strict=True))
             shown = [f"{errors[p]:.0e}" if p in errors else "-" for p in positions]
+            allowed = f"{max(check.allowed):.0e}"
             verdict = "equal" if check.is_equal else "DIFFERENT"
-            rows.append([check.name, *shown, f"{max(check.allowed):.0e}", verdict])
+            rows.append([check.name, *shown, allowed, verdict])
 
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
@@ -156,7 +161,7 @@ class Precision(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What plain torch computes for a sequence."""
+    """What plain torch computes for a sequence, with which engines are compared."""
 
     exact: Outputs
     """In float64."""
@@ -177,7 +182,7 @@ class _Failure(NamedTuple):
     outputs: Outputs
     precision: Precision
     is_normalized: bool
-    way_only: bool
+    passed_otherwise: bool
     """Whether the same tokens, read in another way, have passed."""
 
 
@@ -205,7 +210,7 @@ class Verification:
         """A sentence about the first layer whose phases or window differ in the engine."""
         self._failure: _Failure | None = None
         self._equal: set[tuple[Sequence, Precision]] = set()
-        """What has been read in a way that gives equal logits."""
+        """Sequences of which at least one check has passed."""
         self._references: dict[tuple[Sequence, Precision], Reference] = {}
         """The results of `reference`."""
         # Positions that are drawn from a range depend on the length of longer sequences.
@@ -232,14 +237,14 @@ class Verification:
             first = min(window, EVERY_TOKEN, self.positions[-1]) + GROUP
         return groups_of_tokens(self.positions, self.vocab_size, first)
 
-    def whole_sequence(self, limit: int) -> Sequence:
-        """Return the sequence of all tokens up to the largest position, or up to `limit`, which is
-        then compared, too.
+    def whole_sequence(self, largest: int) -> Sequence:
+        """Return the sequence of all tokens up to the last position to compare, or up to the
+        position `largest` if that is smaller. The last token is compared, too.
         """
-        positions = [position for position in self.positions if position < limit]
-        # Otherwise, only position 0 may be left, where all positions compute the same.
-        if self.positions[-1] >= limit:
-            positions.append(limit)
+        positions = [position for position in self.positions if position < largest]
+        # Otherwise, only position 0 may be left, where all encodings compute the same.
+        if self.positions[-1] >= largest:
+            positions.append(largest)
         return every_token(positions, self.vocab_size)
 
     def read_directory(self, directory: Path) -> None:
@@ -273,30 +278,34 @@ class Verification:
         self.positions = kept
 
     def reference(self, sequence: Sequence, precision: Precision) -> Reference:
-        """Return what plain torch computes. It is computed once.
+        """Return what plain torch computes for a sequence. It is computed once.
 
         Raises UserError if logits are NaN or infinite.
         """
         key = sequence, precision
         if key not in self._references:
-            sampled = _with_sample(sequence)
-            exact = self._run(sampled, torch.float64, precision.weights)
-            rounded = self._run(sampled, *precision)
-            for outputs in (exact, rounded):
-                if not outputs.logits.isfinite().all():
-                    raise UserError(
-                        self.trained.name,
-                        "has logits that are NaN or infinite in plain torch",
-                        "choose a checkpoint before the training diverged",
-                    )
-            rows = [sampled.compared.index(index) for index in sequence.compared]
-            self._references[key] = Reference(
-                _of_rows(exact, rows),
-                _of_rows(rounded, rows),
-                _rounding(exact.logits, rounded.logits, rows),
-                _rounding(_normalized(exact.logits, True), _normalized(rounded.logits, True), rows),
-            )
+            self._references[key] = self._make_reference(sequence, precision)
         return self._references[key]
+
+    def _make_reference(self, sequence: Sequence, precision: Precision) -> Reference:
+        """Compute the result of `reference`."""
+        sampled = _with_sample(sequence)
+        exact = self._run(sampled, torch.float64, precision.weights)
+        rounded = self._run(sampled, precision.computation, precision.weights)
+        for outputs in (exact, rounded):
+            if not outputs.logits.isfinite().all():
+                raise UserError(
+                    self.trained.name,
+                    "has logits that are NaN or infinite in plain torch",
+                    "choose a checkpoint before the training diverged",
+                )
+
+        rows = [sampled.compared.index(index) for index in sequence.compared]
+        error = _rounding(exact.logits, rounded.logits, rows)
+        exact_normalized = _normalized(exact.logits, True)
+        rounded_normalized = _normalized(rounded.logits, True)
+        error_normalized = _rounding(exact_normalized, rounded_normalized, rows)
+        return Reference(_of_rows(exact, rows), _of_rows(rounded, rows), error, error_normalized)
 
     def _run(self, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype) -> Outputs:
         """Return what plain torch computes in `dtype`, and show the progress."""
@@ -306,6 +315,7 @@ class Verification:
         name = f"plain torch, {str(dtype).removeprefix('torch.')}"
 
         def show(layer: int) -> None:
+            """Show that the layers before `layer` are computed."""
             progress.update(layer, lambda seconds: f"{name}: layer {layer} of {model.num_layers}")
 
         try:
@@ -327,40 +337,48 @@ class Verification:
         """
         reference = self.reference(sequence, precision)
         expected = _normalized(reference.exact.logits, is_normalized)
-        of_plain = reference.error_normalized if is_normalized else reference.error
-        allowed = max(_TWICE * of_plain, _FLOORS[precision.computation])
+        plain_error = reference.error
+        if is_normalized:
+            plain_error = reference.error_normalized
+        allowed = _allowed(plain_error, precision)
         errors = _errors(outputs.logits, expected)
         check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
         self.checks.append(check)
-        read = sequence, precision
+        key = sequence, precision
         if check.is_equal:
-            self._equal.add(read)
+            self._equal.add(key)
         elif self._failure is None:
-            way_only = read in self._equal
-            self._failure = _Failure(check, sequence, outputs, precision, is_normalized, way_only)
+            self._failure = _Failure(
+                check,
+                sequence,
+                outputs,
+                precision,
+                is_normalized,
+                passed_otherwise=key in self._equal,
+            )
 
     def report(self) -> Report:
         """Return the report. If a check has failed, find the cause."""
-        lacking = [check.name for check in self.checks if check.positions != self.positions]
-        if lacking:
+        if any(check.positions != self.positions for check in self.checks):
             self.notes.append("- stands for positions that were not read.")
         report = Report(self.title, self.checks, self.notes, self.problems)
         failure = self._failure
         if failure is not None:
-            return replace(
-                report, difference=self._first_difference(failure), cause=self._cause(failure)
-            )
+            difference = self._first_difference(failure)
+            return replace(report, difference=difference, cause=self._cause(failure))
+
         # Checks without logits have no failure that faulty models could explain.
-        for check in self.checks:
-            if not check.is_equal:
-                difference = f"{check.name}: first at position {check.differences[0]:,}"
-                if check.layer is not None:
-                    difference += f"; layer {check.layer} is the first that differs"
-                cause = "unknown, since the logits of the other checks are equal."
-                if self.layer_difference:
-                    cause = self.layer_difference
-                return replace(report, difference=f"{difference}.", cause=cause)
-        return report
+        different = [check for check in self.checks if not check.is_equal]
+        if not different:
+            return report
+        check = different[0]
+        difference = f"{check.name}: first at position {check.differences[0]:,}"
+        if check.layer is not None:
+            difference += f"; layer {check.layer} is the first that differs"
+        cause = self.layer_difference
+        if not cause:
+            cause = "unknown, since the logits of the other checks are equal."
+        return replace(report, difference=f"{difference}.", cause=cause)
 
     def _first_difference(self, failure: _Failure) -> str:
         """Return the sentence about the first layer and position that differ."""
@@ -374,9 +392,9 @@ class Verification:
         exact = reference.exact
         rounded = reference.rounded
         assert exact.hidden_states is not None and rounded.hidden_states is not None
-        floor = _FLOORS[failure.precision.computation]
         for layer, expected in enumerate(exact.hidden_states):
-            allowed = max(_TWICE * max(_errors(rounded.hidden_states[layer], expected)), floor)
+            plain_error = max(_errors(rounded.hidden_states[layer], expected))
+            allowed = _allowed(plain_error, failure.precision)
             errors = _errors(found[layer], expected)
             for position, error in zip(check.positions, errors, strict=True):
                 if error > allowed:
@@ -391,7 +409,7 @@ class Verification:
         candidates = [*causes(model), *other_settings(model, self.described)]
         # The token at position 0 attends to nothing else.
         if check.differences[0] == 0:
-            if failure.way_only:
+            if failure.passed_otherwise:
                 return f"{way}; look at the mask of padding."
             if self.directory is not None and self.described is not None:
                 name = different_weight(self.trained, self.directory)
@@ -402,7 +420,7 @@ class Verification:
         sentence = self._explanation(failure, candidates)
         if sentence is not None:
             return f"{sentence}."
-        if failure.way_only:
+        if failure.passed_otherwise:
             return f"{way}; look at the cache, or at the mask of padding."
         if check.differences[0] == 0:
             return (
@@ -450,7 +468,7 @@ def _with_sample(sequence: Sequence) -> Sequence:
     In models with a few large activations, the errors of tokens differ by an order of magnitude, so
     that the compared tokens alone would not show how large they may be.
     """
-    sample = torch.linspace(0, len(sequence.ids) - 1, _SAMPLED).long().tolist()
+    sample = torch.linspace(0, len(sequence.ids) - 1, _SAMPLED_TOKENS).long().tolist()
     compared = tuple(sorted({*sequence.compared, *sample}))
     return Sequence(sequence.ids, sequence.positions, compared)
 
@@ -469,27 +487,35 @@ def _rounding(exact: Tensor, rounded: Tensor, rows: list[int]) -> float:
     return max(_errors(rounded, exact)) * scale.item()
 
 
-def transformers_version() -> str:
-    """Return the version of the installed transformers."""
-    return metadata.version("transformers")
-
-
 def _normalized(logits: Tensor, is_normalized: bool) -> Tensor:
     """Return logits (P, V), or the logarithms of their probabilities, in float64."""
     logits = logits.double()
-    return logits.log_softmax(-1) if is_normalized else logits
+    if is_normalized:
+        logits = logits.log_softmax(-1)
+    return logits
+
+
+def _allowed(plain_error: float, precision: Precision) -> float:
+    """Return the largest error that rounding explains, given that of plain torch."""
+    return max(_ERROR_FACTOR * plain_error, _FLOORS[precision.computation])
 
 
 def _errors(found: Tensor, expected: Tensor) -> list[float]:
     """Return the error of each row of `found` (P, N), as a share of the largest expected number.
 
-    Rows may have padding at the end. The error of a row with NaN is infinite.
+    Rows may have padding at the end. The error of a row with NaN or infinite numbers is infinite.
     """
     width = min(found.shape[-1], expected.shape[-1])
     expected = expected[..., :width].double()
-    differences = (found[..., :width].double() - expected).abs().amax(-1)
+    found = found[..., :width].double()
+    differences = (found - expected).abs().amax(-1)
     errors = differences / expected.abs().max().clamp(min=1e-30)
     return [error if math.isfinite(error) else math.inf for error in errors.tolist()]
+
+
+def transformers_version() -> str:
+    """Return the version of the installed transformers."""
+    return metadata.version("transformers")
 
 
 def check_transformers(
@@ -497,8 +523,8 @@ def check_transformers(
     directory: Path,
     precision: Precision,
     beyond_windows: bool = True,
-    whole: int = EVERY_TOKEN,
-    layers: int = 0,
+    whole_up_to: int = EVERY_TOKEN,
+    layers_up_to: int = 0,
     trust_remote_code: bool = False,
 ) -> None:
     """Add the checks of transformers in one precision.
@@ -506,19 +532,20 @@ def check_transformers(
     Args:
         directory: the model in transformers format.
         beyond_windows: read more tokens than a window has.
-        whole: largest position if the model depends on the number of tokens, so that all of them
-            must be read.
-        layers: if above 0, also compare each layer in fp32 for all tokens up to the largest
-            position that is at most this. In bf16, a layer alone has large errors.
+        whole_up_to: largest position to compare if the model depends on the number of tokens, so
+            that all of them must be read.
+        layers_up_to: if above 0, also compare each layer in fp32, in a pass over all tokens up to
+            this position or the last one to compare. In bf16, a layer alone has large errors.
         trust_remote_code: run Python files in the directory.
     """
-    name = {dtype: name for name, dtype in PRECISIONS.items()}[precision.computation]
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    name = names[precision.computation]
     verification.read_directory(directory)
     sequence = verification.short_sequence(beyond_windows)
     if not verification.depends_on_positions_alone:
-        sequence = verification.whole_sequence(whole)
+        sequence = verification.whole_sequence(whole_up_to)
 
-    # Before the engine is loaded, so that not both are in memory.
+    # Before the engine is loaded, so that not both are in memory. `add` reads the result.
     verification.reference(sequence, precision)
     engine = TransformersEngine.load(
         directory, precision.computation, trust_remote_code=trust_remote_code
@@ -538,8 +565,8 @@ def check_transformers(
         verification.add(f"{way}, {name}", sequence, outputs, precision)
 
     in_fp32 = precision.computation == torch.float32
-    if layers and in_fp32 and verification.depends_on_positions_alone:
-        sequence = verification.whole_sequence(layers)
+    if layers_up_to > 0 and in_fp32 and verification.depends_on_positions_alone:
+        sequence = verification.whole_sequence(layers_up_to)
         _check_layers(verification, engine, sequence, f"every token, {name}", precision)
 
 
@@ -555,7 +582,7 @@ def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> N
         directory,
         Precision(torch.float32, dtype),
         beyond_windows=False,
-        whole=_SHORT,
+        whole_up_to=_SHORT,
         trust_remote_code=True,
     )
     report = verification.report()
@@ -583,21 +610,14 @@ def _check_phases(verification: Verification, engine: TransformersEngine, name: 
     """
     record = record_of(verification.trained.model, {}, verification.positions)
     measured = measured_phases(engine.model, verification.positions)
-    for layer, clause in layer_differences(record, measured).items():
-        verification.layer_difference = f"layer {layer} {clause}."
-        verification.notes.append(f"Layer {layer} {clause} ({name}).")
-        break
+    differences = layer_differences(record, measured)
+    if differences:
+        first = min(differences)
+        clause = differences[first]
+        verification.layer_difference = f"layer {first} {clause}."
+        verification.notes.append(f"Layer {first} {clause} ({name}).")
 
-    # The logits may not show windows, since not all texts are longer.
-    pairs = [(of_layer["window"], found.window) for of_layer, found in zip(record.layers, measured)]
-    shorter = [min(filter(None, pair)) for pair in pairs if pair[0] != pair[1]]
-    if shorter:
-        differs = [position >= min(shorter) for position in verification.positions]
-        of_windows = [math.inf if position_differs else 0.0 for position_differs in differs]
-        allowed = [0.0] * len(of_windows)
-        check = Check(f"windows, {name}", verification.positions, of_windows, allowed)
-        verification.checks.append(check)
-
+    _check_windows(verification, record, measured, name)
     # TAPE's own class keeps the state in float32 while it computes in bf16.
     dtypes = {found.dtype for found in measured}
     settings = verification.trained.model.position
@@ -605,9 +625,35 @@ def _check_phases(verification: Verification, engine: TransformersEngine, name: 
     if engine.model.config.model_type == "tape" and is_fp32 and torch.bfloat16 in dtypes:
         verification.problems.append("The position state is in bf16, in the training in fp32.")
 
-    errors = phase_errors(record, measured)
-    if errors is not None:
-        verification.checks.append(Check(f"phases, {name}", verification.positions, *errors))
+    compared = phase_errors(record, measured)
+    if compared is not None:
+        errors, allowed = compared
+        check = Check(f"phases, {name}", verification.positions, errors, allowed)
+        verification.checks.append(check)
+
+
+def _check_windows(
+    verification: Verification,
+    record: PositionRecord,
+    measured: list[LayerPositions],
+    name: str,
+) -> None:
+    """Add a check of the windows if one differs. The logits may not show it, since not all
+    sequences are longer.
+    """
+    differing = []
+    for expected, found in zip(record.layers, measured, strict=True):
+        if expected["window"] != found.window:
+            differing += [expected["window"], found.window]
+    sizes = [window for window in differing if window is not None]
+    if not sizes:
+        return
+
+    # From the smallest size on, tokens attend to others than in the training.
+    errors = [math.inf if p >= min(sizes) else 0.0 for p in verification.positions]
+    allowed = [0.0] * len(errors)
+    check = Check(f"windows, {name}", verification.positions, errors, allowed)
+    verification.checks.append(check)
 
 
 def _check_layers(
@@ -623,52 +669,65 @@ def _check_layers(
     Plain torch then computes only the compared tokens, which takes a small part of the time of a
     pass.
     """
-    trained = verification.trained
-    compared = list(sequence.compared)
-    exact = PlainModel(trained.model, trained.weights, torch.float64, precision.weights)
-    rounded = PlainModel(trained.model, trained.weights, *precision)
-    # The state that enters the first layer, which exports may pass in another form.
-    beginnings = {plain: plain.embedded(sequence)[1:] for plain in (exact, rounded)}
+    exact = _PlainLayers(verification.trained, sequence, torch.float64, precision.weights)
+    rounded = _PlainLayers(verification.trained, sequence, precision.computation, precision.weights)
     by_layer: list[list[float]] = []
-    of_plain = 0.0
-
-    def states_after(plain: PlainModel, layer: int, entering: LayerStates) -> list[Tensor]:
-        """Return what plain torch computes for the compared tokens: hidden states (P, C) and, if
-        the layer updates it, the position state (P, ...).
-        """
-        state, shared = beginnings[plain]
-        if layer > 0 and entering.position_state is not None:
-            state = entering.position_state.to(plain.dtype)[:, None]
-        hidden_states, state = plain.run_layer(
-            layer, entering.hidden_states.to(plain.dtype)[:, None], state, shared, compared
-        )
-        if not plain.encoding.updates(layer):
-            return [hidden_states.flatten(1)]
-        return [hidden_states.flatten(1), state.flatten(1)]
+    plain_errors: list[float] = []
 
     def compare(layer: int, entering: LayerStates, leaving: LayerStates) -> None:
         """Compare what leaves a layer at the compared tokens."""
-        nonlocal of_plain
         found = [leaving.hidden_states]
         if leaving.position_state is not None:
             found.append(leaving.position_state.flatten(1))
-        expected = states_after(exact, layer, entering)
-        in_plain = states_after(rounded, layer, entering)
-        errors = [0.0] * len(compared)
-        for of_found, of_expected, of_rounded in zip(found, expected, in_plain, strict=False):
-            errors = list(map(max, errors, _errors(of_found, of_expected)))
-            of_plain = max(of_plain, *_errors(of_rounded, of_expected))
+        exact_states = exact.states_after(layer, entering)
+        rounded_states = rounded.states_after(layer, entering)
+
+        errors = [0.0] * len(sequence.compared)
+        # Not strict: an engine may pass on a state that the layer does not update.
+        for state, expected, in_plain in zip(found, exact_states, rounded_states, strict=False):
+            errors = list(map(max, errors, _errors(state, expected)))
+            plain_errors.extend(_errors(in_plain, expected))
         by_layer.append(errors)
 
     engine.layer_by_layer(sequence, compare)
-    allowed = max(_TWICE * of_plain, _FLOORS[torch.float32])
+    allowed = _allowed(max(plain_errors), precision)
     different = [layer for layer, errors in enumerate(by_layer) if max(errors) > allowed]
-    verification.checks.append(
-        Check(
-            name,
-            sequence.compared_positions,
-            [max(errors) for errors in zip(*by_layer, strict=True)],
-            [allowed] * len(compared),
-            min(different, default=None),
-        )
+    check = Check(
+        name,
+        sequence.compared_positions,
+        errors=[max(errors) for errors in zip(*by_layer, strict=True)],
+        allowed=[allowed] * len(sequence.compared),
+        layer=min(different, default=None),
     )
+    verification.checks.append(check)
+
+
+class _PlainLayers:
+    """The layers of plain torch, each given its input in an engine."""
+
+    def __init__(
+        self, trained: Trained, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype
+    ):
+        """Prepare the layers for a sequence. `dtype` and `rounded_to` are those of `PlainModel`."""
+        self.plain = PlainModel(trained.model, trained.weights, dtype, rounded_to)
+        self.compared = list(sequence.compared)
+        # Exports may pass the state that enters the first layer in another form.
+        _, self.initial_state, self.shared = self.plain.embedded(sequence)
+
+    def states_after(self, layer: int, entering: LayerStates) -> list[Tensor]:
+        """Return what a layer computes for the compared tokens: hidden states (P, C) and, if the
+        layer updates it, the position state (P, ...).
+        """
+        dtype = self.plain.dtype
+        state = self.initial_state
+        if layer > 0 and entering.position_state is not None:
+            state = entering.position_state.to(dtype)[:, None]
+        hidden_states = entering.hidden_states.to(dtype)[:, None]
+
+        hidden_states, state = self.plain.run_layer(
+            layer, hidden_states, state, self.shared, self.compared
+        )
+        states = [hidden_states.flatten(1)]
+        if self.plain.encoding.updates(layer):
+            states.append(state.flatten(1))
+        return states
