@@ -27,7 +27,7 @@ DEFAULT_THETA = 10_000.0
 """The base of the frequencies that engines use if they do not find one."""
 _REMAINING = 0.05
 """A fault explains a difference if at most this share of it remains between engine and faulty
-model. The roundings of a fault have several variants."""
+model. More than rounding may remain, since engines round at different places."""
 
 
 _WITHOUT_EFFECT = (
@@ -54,7 +54,7 @@ class Cause:
     model: ModelConfig
     """The settings with which it computes."""
     faulty: type[PlainModel] = PlainModel
-    """The class of the model that has the fault."""
+    """The class of model that has the fault; `PlainModel` if `model` alone describes it."""
 
 
 def find_cause(
@@ -70,7 +70,7 @@ def find_cause(
     """Return the sentence about the fault that explains an engine's logits best, or None.
 
     Args:
-        candidates: the faults to try; of two that explain the logits equally well, the first.
+        candidates: the faults to try; of two that agree up to rounding, the first.
         model: the settings with which the model was trained.
         weights: as for `PlainModel`.
         sequence: the tokens that the engine has read.
@@ -80,15 +80,16 @@ def find_cause(
         rounded_to: as for `PlainModel`.
         on_cause: called with the sentence of each fault before it is tried, to show progress.
     """
-    original = error_of(PlainModel(model, weights, rounded_to=rounded_to).run(sequence).logits)
-    limit = max(allowed, _REMAINING * original)
+    plain = PlainModel(model, weights, rounded_to=rounded_to)
+    original_error = error_of(plain.run(sequence).logits)
+    smallest_error = max(allowed, _REMAINING * original_error)
     best = None
     for cause in candidates:
         on_cause(cause.sentence)
         faulty = cause.faulty(cause.model, weights, rounded_to=rounded_to)
         error = error_of(faulty.run(sequence).logits)
-        if error <= limit:
-            limit = error
+        if error <= smallest_error:
+            smallest_error = error
             best = cause.sentence
         # No other fault can agree better than up to rounding.
         if error <= allowed:
@@ -113,13 +114,10 @@ def causes(model: ModelConfig) -> Iterator[Cause]:
     yield from _default_settings(model)
 
 
-def _with_position(model: ModelConfig, **settings: Any) -> ModelConfig:
-    """Return `model` with other settings of its encoding."""
-    return replace(model, position=replace(model.position, **settings))
-
-
 def other_settings(model: ModelConfig, described: ModelConfig | None) -> Iterator[Cause]:
-    """Yield that the engine read other settings, if a model with these has the same weights."""
+    """Yield the fault that the engine read the settings `described` instead of `model`, if they
+    differ and weights have the same shapes with both.
+    """
     if described is None or hugging_face_shapes(described) != hugging_face_shapes(model):
         return
     in_training = _flat(model)
@@ -127,10 +125,11 @@ def other_settings(model: ModelConfig, described: ModelConfig | None) -> Iterato
     for key, value in _flat(described).items():
         expected = in_training.get(key)
         if value != expected and key not in _WITHOUT_EFFECT:
-            shown = (format_value(x) for x in (value, expected))
-            differences.append("model.{} is {}, in the training {}".format(key, *shown))
+            found = f"model.{key} is {format_value(value)}"
+            differences.append(f"{found}, in the training {format_value(expected)}")
     if differences:
-        yield Cause(f"its config.json has other settings: {'; '.join(differences)}", described)
+        listed = "; ".join(differences)
+        yield Cause(f"its config.json has other settings: {listed}", described)
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
@@ -138,6 +137,11 @@ def _flat(model: ModelConfig) -> dict[str, Any]:
     settings = as_dict(model)
     position = settings.pop("position")
     return settings | {f"position.{key}": value for key, value in position.items()}
+
+
+def _with_position(model: ModelConfig, **settings: Any) -> ModelConfig:
+    """Return `model` with other settings of its encoding."""
+    return replace(model, position=replace(model.position, **settings))
 
 
 # Frequencies and their scaling.
@@ -185,18 +189,20 @@ def _scaling(model: ModelConfig) -> Iterator[Cause]:
     if kind == "linear" and settings.rope_scaling_factor == 1:
         return
 
-    name = f"{kind}, factor {settings.rope_scaling_factor:g}"
+    scaling = f"the scaling of positions ({_scaling_name(model)})"
     unscaled = _with_position(model, rope_scaling_type="linear", rope_scaling_factor=1.0)
     # Without scaled layers, no layer can be the exception.
     if settings.rope_scaling_layers == "full":
-        unscaled = replace(unscaled, position=replace(unscaled.position, rope_scaling_layers="all"))
-    yield Cause(f"it ignores the scaling of positions ({name})", unscaled)
+        unscaled = _with_position(unscaled, rope_scaling_layers="all")
+    yield Cause(f"it ignores {scaling}", unscaled)
+
     # There are three ways to do this wrong. With linear scaling, they are the same.
-    twice = f"it applies the scaling of positions ({name}) twice"
+    twice = f"it applies {scaling} twice"
     yield Cause(twice, model, _mixed_in(_ScaledTwice))
     yield Cause(twice, model, _mixed_in(_ScaledTwiceWithFactor))
     squared = settings.rope_scaling_factor**2
     yield Cause(twice, _with_position(model, rope_scaling_factor=squared))
+
     if kind != "linear" and settings.rope_original_seq_length != model.seq_length:
         yield Cause(
             f"it scales as if the context before the extension had {model.seq_length:,} tokens"
@@ -204,16 +210,7 @@ def _scaling(model: ModelConfig) -> Iterator[Cause]:
             " original_max_position_embeddings",
             _with_position(model, rope_original_seq_length=model.seq_length),
         )
-    if settings.rope_scaling_layers == "full":
-        yield Cause(
-            f"it scales positions ({name}) in layers with a window, too",
-            _with_position(model, rope_scaling_layers="all"),
-        )
-    elif model.full_attention_every is not None:
-        yield Cause(
-            f"it does not scale positions ({name}) in layers with a window",
-            _with_position(model, rope_scaling_layers="full"),
-        )
+    yield from _scaled_layers(model)
     if kind == "yarn":
         yield Cause(
             "it does not multiply queries and keys by yarn's attention factor",
@@ -227,6 +224,27 @@ def _scaling(model: ModelConfig) -> Iterator[Cause]:
         )
 
 
+def _scaled_layers(model: ModelConfig) -> Iterator[Cause]:
+    """Yield faults of the choice of the layers whose positions are scaled."""
+    name = _scaling_name(model)
+    if model.position.rope_scaling_layers == "full":
+        yield Cause(
+            f"it scales positions ({name}) in layers with a window, too",
+            _with_position(model, rope_scaling_layers="all"),
+        )
+    elif model.full_attention_every is not None:
+        yield Cause(
+            f"it does not scale positions ({name}) in layers with a window",
+            _with_position(model, rope_scaling_layers="full"),
+        )
+
+
+def _scaling_name(model: ModelConfig) -> str:
+    """Return the type and factor of the scaling, for sentences."""
+    settings = model.position
+    return f"{settings.rope_scaling_type}, factor {settings.rope_scaling_factor:g}"
+
+
 def _mixed_in(mixin: type) -> type[PlainModel]:
     """Return the class of models whose encoding has the methods of `mixin` before its own."""
 
@@ -234,7 +252,8 @@ def _mixed_in(mixin: type) -> type[PlainModel]:
         def make_encoding(self) -> PositionEncoding:
             own = type(encoding_of(self.model))
             # The class of an encoding without positions in some layers is made at run time, too.
-            return type(own.__name__, (mixin, own), {})(self.model, SingleProcess())
+            mixed = type(own.__name__, (mixin, own), {})
+            return mixed(self.model, SingleProcess())
 
     return Faulty
 
@@ -287,7 +306,7 @@ class _RoundedPhases(RotaryPosition):
 
 
 class _RoundedAnglesAndPhases(_RoundedPhases, _RoundedAngles):
-    """Both."""
+    """Positions, frequencies, their products, cosines and sines in bf16."""
 
 
 class _NoRotation(RotaryPosition):
@@ -302,28 +321,41 @@ class _NoRotation(RotaryPosition):
 
 def _layers(model: ModelConfig) -> Iterator[Cause]:
     """Yield faults of the pattern of layers without positions and of layers with a window."""
-    window = model.sliding_window
-    has_pattern = model.layers_without_positions is not None
-    # In these encodings, no parameter belongs to a kind of layer.
-    if has_pattern and model.position_encoding == "rope":
-        sentence = "the pattern of layers without positions is shifted by one layer"
-        yield Cause(f"{sentence} to the front", model, _shifted(1, windows=False))
-        yield Cause(f"{sentence} to the back", model, _shifted(-1, windows=False))
+    has_windows = model.full_attention_every is not None
+    # With rope, no parameter belongs to a kind of layer.
+    without_positions = (
+        model.layers_without_positions is not None and model.position_encoding == "rope"
+    )
+    if without_positions:
+        pattern = "the pattern of layers without positions is"
+        yield from _shifts(model, pattern, windows=False)
         yield Cause(
             "it rotates in layers without positions, too",
             replace(model, layers_without_positions=None),
         )
-    if model.full_attention_every is not None:
-        sentence = "the pattern of layers with a window is shifted by one layer"
-        yield Cause(f"{sentence} to the front", model, _shifted(1, positions=False))
-        yield Cause(f"{sentence} to the back", model, _shifted(-1, positions=False))
-        if has_pattern and model.position_encoding == "rope":
-            sentence = "the patterns of layers with a window and of layers without positions are"
-            yield Cause(f"{sentence} shifted by one layer to the front", model, _shifted(1))
-            yield Cause(f"{sentence} shifted by one layer to the back", model, _shifted(-1))
-        yield Cause("all layers have the window", model, _windows_everywhere())
-    if window is None:
-        return
+    if has_windows:
+        yield from _shifts(model, "the pattern of layers with a window is", positions=False)
+    if has_windows and without_positions:
+        patterns = "the patterns of layers with a window and of layers without positions are"
+        yield from _shifts(model, patterns)
+    if has_windows:
+        yield Cause("all layers have the window", model, _WindowsEverywhere)
+    if model.sliding_window is not None:
+        yield from _window_sizes(model, model.sliding_window)
+
+
+def _shifts(
+    model: ModelConfig, subject: str, positions: bool = True, windows: bool = True
+) -> Iterator[Cause]:
+    """Yield that patterns of layers are shifted. `subject` begins the sentences; see `_shifted`."""
+    to_front = _shifted(1, positions, windows)
+    to_back = _shifted(-1, positions, windows)
+    yield Cause(f"{subject} shifted by one layer to the front", model, to_front)
+    yield Cause(f"{subject} shifted by one layer to the back", model, to_back)
+
+
+def _window_sizes(model: ModelConfig, window: int) -> Iterator[Cause]:
+    """Yield faults of the size of windows, which have `window` tokens."""
     yield Cause("no layer has the window", model, _resized(None))
     yield Cause(
         f"its windows have {window + 1:,} tokens instead of {window:,}: it does not count the token"
@@ -332,9 +364,8 @@ def _layers(model: ModelConfig) -> Iterator[Cause]:
         _resized(1),
     )
     if window > 1:
-        yield Cause(
-            f"its windows have {window - 1:,} tokens instead of {window:,}", model, _resized(-1)
-        )
+        sentence = f"its windows have {window - 1:,} tokens instead of {window:,}"
+        yield Cause(sentence, model, _resized(-1))
 
 
 def _shifted(by: int, positions: bool = True, windows: bool = True) -> type[PlainModel]:
@@ -371,14 +402,11 @@ def _resized(by: int | None) -> type[PlainModel]:
     return Faulty
 
 
-def _windows_everywhere() -> type[PlainModel]:
-    """Return the class of models all of whose layers have the window."""
+class _WindowsEverywhere(PlainModel):
+    """A model all of whose layers have the window."""
 
-    class Faulty(PlainModel):
-        def window_of(self, layer: int) -> int | None:
-            return self.model.sliding_window
-
-    return Faulty
+    def window_of(self, layer: int) -> int | None:
+        return self.model.sliding_window
 
 
 # TAPE.
@@ -407,7 +435,10 @@ class _TransposedMixing(PlainModel):
     """TAPE with the transposed matrix of token mixing."""
 
     def changed_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        return parameter.mT if name == "token_mixing" and parameter.dim() == 2 else parameter
+        # A diagonal is its own transpose.
+        if name == "token_mixing" and parameter.dim() == 2:
+            return parameter.mT
+        return parameter
 
 
 class _RoundedState(PlainModel):
@@ -431,15 +462,21 @@ class _NoUpdates(PlainModel):
 
 
 def _default_settings(model: ModelConfig) -> Iterator[Cause]:
-    """Yield that the encoding's settings are its defaults, if these need the same parameters."""
+    """Yield the fault that the encoding has its default settings, if some are not, and weights have
+    the same shapes with both. Those of frequencies have faults of their own.
+    """
+    settings = model.position
+    if isinstance(settings, FrequencySettings):
+        return
     changed = [
         field.name
-        for field in dataclasses.fields(model.position)
-        if getattr(model.position, field.name) != field.default
+        for field in dataclasses.fields(settings)
+        if getattr(settings, field.name) != field.default
     ]
-    if not changed or isinstance(model.position, FrequencySettings):
+    if not changed:
         return
-    default = replace(model, position=type(model.position)())
+
+    default = replace(model, position=type(settings)())
     if hugging_face_shapes(default) == hugging_face_shapes(model):
         names = ", ".join(changed)
         yield Cause(f"the encoding has its default settings: it did not find {names}", default)
