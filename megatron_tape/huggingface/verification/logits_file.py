@@ -9,6 +9,8 @@ A file of logits is a NumPy archive (`numpy.savez`) with these arrays:
   log_softmax.
 
 Other arrays are ignored.
+
+Axes: S tokens, P compared tokens, V vocabulary.
 """
 
 import zipfile
@@ -50,15 +52,31 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
     arrays = _read_arrays(path)
     tokens = _integers(path, arrays, "tokens")
     positions = _integers(path, arrays, "positions")
-    normalized = "logprobs" in arrays
-    if normalized and "logits" in arrays:
+    is_normalized = "logprobs" in arrays
+    if is_normalized and "logits" in arrays:
         raise FileError(path, "has both logits and logprobs", "write one of them")
-    name = "logprobs" if normalized else "logits"
-    logits = _array(path, arrays, name)
+    name = "logits"
+    if is_normalized:
+        name = "logprobs"
+    stored = _array(path, arrays, name)
 
-    if logits.dtype.kind != "f":
+    if stored.dtype.kind != "f":
         # NumPy stores a type that it does not know, such as bfloat16, as bytes without a meaning.
-        raise FileError(path, f"has {name} of the type {logits.dtype}", "convert them to float32")
+        raise FileError(path, f"has {name} of the type {stored.dtype}", "convert them to float32")
+    _check_tokens(path, tokens, positions, vocab_size)
+    logits = stored.astype(np.float64)
+    _check_logits(path, name, logits, (len(positions), vocab_size))
+
+    ids = torch.from_numpy(tokens)
+    compared = tuple(positions.tolist())
+    sequence = Sequence(ids, torch.arange(len(ids)), compared)
+    return sequence.until(compared[-1]), torch.from_numpy(logits), is_normalized
+
+
+def _check_tokens(path: Path, tokens: np.ndarray, positions: np.ndarray, vocab_size: int) -> None:
+    """Raise FileError unless the positions ascend within the tokens, and all tokens are in the
+    vocabulary.
+    """
     last = len(tokens) - 1
     if positions.min() < 0 or positions.max() > last:
         raise FileError(path, f"has positions outside of its tokens, 0 to {last}", _FORMAT)
@@ -67,7 +85,14 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         problem = f"has tokens outside of the model's vocabulary, 0 to {vocab_size - 1}"
         raise FileError(path, problem, "choose tokens that the model knows")
-    expected_shape = (len(positions), vocab_size)
+
+
+def _check_logits(
+    path: Path, name: str, logits: np.ndarray, expected_shape: tuple[int, int]
+) -> None:
+    """Raise FileError if the array `name` has another shape, numbers that are not finite, or logits
+    instead of log-probabilities, or the other way round.
+    """
     if logits.shape != expected_shape:
         problem = f"has {name} of shape {logits.shape} instead of {expected_shape}"
         fix = "write one row for each position, and all logits except those of padding"
@@ -75,37 +100,24 @@ def read_logits(path: Path, vocab_size: int) -> tuple[Sequence, Tensor, bool]:
     if not np.isfinite(logits).all():
         raise FileError(path, f"has {name} that are NaN or infinite", "look for their cause")
 
-    ids = torch.from_numpy(tokens)
-    _check_sums(path, name, logits.astype(np.float64))
-    compared = tuple(positions.tolist())
-    sequence = Sequence(ids, torch.arange(len(ids)), compared)
-    as_float64 = torch.from_numpy(logits.astype(np.float64))
-    return sequence.until(compared[-1]), as_float64, normalized
-
-
-def _check_sums(path: Path, name: str, logits: np.ndarray) -> None:
-    """Raise FileError if the array `name` (P, V) has logits instead of log-probabilities, or the
-    other way round.
-    """
-    largest = logits.max(-1)
-    sums = largest + np.log(np.exp(logits - largest[:, None]).sum(-1))
+    largest = logits.max(axis=-1)
+    exponentials = np.exp(logits - largest[:, None])
+    log_sums = largest + np.log(exponentials.sum(axis=-1))
     # Half precision has errors of this size.
-    is_normalized = bool((np.abs(sums) < 0.02).all())
+    is_normalized = bool((np.abs(log_sums) < 0.02).all())
     if name == "logits" and is_normalized:
-        raise FileError(
-            path, "has logits that are log-probabilities", "call the array logprobs instead"
-        )
+        problem = "has logits that are log-probabilities"
+        raise FileError(path, problem, "call the array logprobs instead")
     if name == "logprobs" and not is_normalized:
-        raise FileError(
-            path,
-            "has logprobs whose probabilities do not sum to 1",
-            "call the array logits if they are raw, or write those of all tokens",
-        )
+        problem = "has logprobs whose probabilities do not sum to 1"
+        fix = "call the array logits if they are raw, or write those of all tokens"
+        raise FileError(path, problem, fix)
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays that a comparison uses, by name, as far as the file has them. Raises
-    FileError if it cannot be read.
+    """Return those arrays of the file that a comparison uses, by name.
+
+    Raises FileError if the file cannot be read.
     """
     if not path.is_file():
         raise FileError(path, "is not a file", "give a file of logits (.npz)")
@@ -115,8 +127,8 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise FileError(path, "has one array without a name", _FORMAT)
         with archive:
-            names = {"tokens", "positions", "logits", "logprobs"} & set(archive.files)
-            return {name: archive[name] for name in names}
+            known = ("tokens", "positions", "logits", "logprobs")
+            return {name: archive[name] for name in known if name in archive}
     except FileError:
         raise
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -131,8 +143,8 @@ def _array(path: Path, arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _integers(path: Path, arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the array `name` as int64. Raises FileError unless it has at least one integer and
-    one axis.
+    """Return the array `name` as int64. Raises FileError unless it has one axis and at least one
+    integer.
     """
     array = _array(path, arrays, name)
     if array.dtype.kind not in "iu" or array.ndim != 1 or array.size == 0:
