@@ -1,7 +1,7 @@
 """The positions that a loaded model of transformers really uses, compared with those of its
 training.
 
-Axes: P positions, G key/value heads, D head dimension, R rotated elements of a head, S tokens.
+Axes: P positions, H query heads, G key/value heads, D head dimension, R rotated elements of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ OWN_TYPES = ("tape", ENCODED)
 _ATTENTION = "tape_record_keys"
 """Name under which transformers knows the attention function that records keys."""
 _SEED = 2606
+"""Of the random embeddings."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ def check_loaded(model: Any, directory: Path) -> None:
     if record is None:
         return
     measured = measured_phases(model, record.positions)
-    if len(measured) != len(record.layers):
+    num_layers = len(record.layers)
+    if len(measured) != num_layers:
         raise FileError(
             directory,
-            f"has {len(measured)} layers in transformers, but {len(record.layers)} in the training",
+            f"has {len(measured)} layers in transformers, but {num_layers} in the training",
             f"export the model again, or delete {POSITIONS} to use it nevertheless",
         )
 
@@ -88,29 +90,32 @@ def _error(directory: Path, differences: dict[int, str]) -> FileError:
     import transformers
 
     first = min(differences)
-    more = ""
-    if len(differences) > 1:
-        more = f"; in all, {len(differences)} layers differ"
-    return FileError(
-        directory,
+    problem = (
         f"has other positions in this version of transformers ({transformers.__version__}) than in"
-        f" the training: layer {first} (counted from 0) {differences[first]}{more}",
-        f"use another version of transformers, or delete {POSITIONS} to use the model nevertheless",
+        f" the training: layer {first} (counted from 0) {differences[first]}"
     )
+    if len(differences) > 1:
+        problem += f"; in all, {len(differences)} layers differ"
+    fix = (
+        f"use another version of transformers, or delete {POSITIONS} to use the model nevertheless"
+    )
+    return FileError(directory, problem, fix)
 
 
 def _difference(record: PositionRecord, expected: LayerRecord, found: LayerPositions) -> str | None:
     """Return how a layer differs from the record, as a clause that continues "layer 0"; None if it
     does not.
     """
-    if found.window != expected["window"]:
-        return f"has {_window(found.window)} instead of {_window(expected['window'])}"
+    window = expected["window"]
+    if found.window != window:
+        return f"has {_window(found.window)} instead of {_window(window)}"
 
     compared = _compared(record, expected, found)
     if compared is None:
         return None
     phases, target = compared
     tolerances_P1 = _tolerances(record, found)[:, None]
+
     if expected["phases"] == NO_ROTATION:
         if _exceeds(phases - target, tolerances_P1).any():
             return "rotates queries and keys, but has no positions in the training"
@@ -126,31 +131,35 @@ def phase_errors(
     """Return the largest difference between measured phases and those of the record at each
     position, and what rounding explains there. None if no phases are known.
     """
+    # -1 remains if no layer is compared.
     errors = torch.full((len(record.positions),), -1.0)
-    tolerances = torch.zeros(len(record.positions))
+    allowed = torch.zeros(len(record.positions))
     for found, expected in zip(measured, record.layers, strict=True):
         compared = _compared(record, expected, found)
         if compared is None:
             continue
         phases, target = compared
         if phases.shape != target.shape:
-            of_layer = torch.full_like(errors, torch.inf)
+            layer_errors = torch.full_like(errors, torch.inf)
         else:
+            differences = (phases - target).abs()
             # Those of keys that are zero could not be measured.
-            of_layer = (phases - target).abs().nan_to_num(0).amax(-1)
+            layer_errors = differences.nan_to_num(0).amax(-1)
         factor = _complex(target).abs().max().clamp(min=1)
-        errors = errors.maximum(of_layer)
-        tolerances = tolerances.maximum(_tolerances(record, found) * factor)
+        layer_allowed = _tolerances(record, found) * factor
+        errors = errors.maximum(layer_errors)
+        allowed = allowed.maximum(layer_allowed)
     if (errors < 0).any():
         return None
-    return errors.tolist(), tolerances.tolist()
+    return errors.tolist(), allowed.tolist()
 
 
 def _compared(
     record: PositionRecord, expected: LayerRecord, found: LayerPositions
 ) -> tuple[Tensor, Tensor] | None:
     """Return the measured phases of a layer and those of the record, both (P, R); None if the
-    record does not know them, or the layer rightly has no state.
+    record does not know them, or the layer rightly has no state. R differs if the layer rotates
+    more or fewer elements of a head than in the training.
     """
     name = expected["phases"]
     phases = found.phases
@@ -165,13 +174,13 @@ def _compared(
         return _unrotated_like(target), target
     if phases.shape[1] > target.shape[1]:
         return phases, target
+
     # Phi-3 does not compute what it does not rotate. In the record, this has the phase 1.
-    kept = phases.shape[1] // 2
-    rotated, others = target.unflatten(1, (2, -1)).split(
-        [kept, target.shape[1] // 2 - kept], dim=-1
-    )
-    if torch.equal(others.flatten(1), _unrotated_like(others.flatten(1))):
-        target = rotated.flatten(1)
+    computed = phases.shape[1] // 2
+    parts = target.unflatten(1, (2, -1))
+    others = parts[..., computed:].flatten(1)
+    if torch.equal(others, _unrotated_like(others)):
+        target = parts[..., :computed].flatten(1)
     return phases, target
 
 
@@ -204,10 +213,12 @@ def _wrong_phases(
         factor = f"{mean:.4g} instead of {target_mean:.4g}"
         clauses.append(f"multiplies queries and keys by {factor}")
         # The directions of the complex numbers tell whether angles differ, too.
-        turned = _complex(phases) / factors - _complex(target) / target_factors
-        wrong_angles = _exceeds(turned, tolerances_P1)
+        directions = _complex(phases) / factors
+        target_directions = _complex(target) / target_factors
+        wrong_angles = _exceeds(directions - target_directions, tolerances_P1)
     if wrong_angles.any():
-        first = positions[int(wrong_angles.any(dim=1).nonzero()[0])]
+        wrong_rows = wrong_angles.any(dim=1).nonzero()
+        first = positions[int(wrong_rows[0])]
         clauses.append(f"rotates queries and keys by other angles from position {first} on")
     return " and ".join(clauses)
 
@@ -247,18 +258,20 @@ def measured_phases(model: Any, positions: Sequence[int]) -> list[LayerPositions
     recording = _recorded_keys
     if model.config.model_type in OWN_TYPES:
         recording = _recorded_states
+
+    P = len(positions)
+    generator = torch.Generator().manual_seed(_SEED)
+    # Not embeddings of tokens, since the row of a padding token may be zero.
+    embeddings = torch.randn((1, P, model.config.hidden_size), generator=generator)
+    inputs = {
+        "inputs_embeds": embeddings.to(model.dtype),
+        "position_ids": torch.tensor([list(positions)]),
+        # Without a mask, transformers would read gaps between positions as packed sequences.
+        "attention_mask": torch.ones(1, P, dtype=torch.int64),
+    }
+    on_device = {name: value.to(model.device) for name, value in inputs.items()}
     with recording(model, measured):
-        generator = torch.Generator().manual_seed(_SEED)
-        # Not embeddings of tokens, since the row of a padding token may be zero.
-        size = (1, len(positions), model.config.hidden_size)
-        embeddings = torch.randn(size, generator=generator).to(model.device, model.dtype)
-        model.base_model(
-            inputs_embeds=embeddings,
-            position_ids=torch.tensor([list(positions)], device=model.device),
-            # Without a mask, transformers would read gaps between positions as packed sequences.
-            attention_mask=torch.ones(1, len(positions), dtype=torch.int64, device=model.device),
-            use_cache=False,
-        )
+        model.base_model(use_cache=False, **on_device)
     return [measured[layer] for layer in sorted(measured)]
 
 
@@ -308,15 +321,18 @@ def _recorded_keys(model: Any, measured: dict[int, LayerPositions]) -> Iterator[
         """Keep the keys before the rotation, (1, P, G, D)."""
         keys = output
         if config.model_type == PHI3:
-            heads = config.num_attention_heads
+            H = config.num_attention_heads
             # Queries, keys and values.
-            keys = output.unflatten(-1, (heads + 2 * G, -1))[:, :, heads : heads + G]
+            heads = output.unflatten(-1, (H + 2 * G, -1))
+            keys = heads[:, :, H : H + G]
         unrotated[layer_by_module[module]] = keys.reshape(1, keys.shape[1], G, -1)
 
     def attend(module: Any, query: Tensor, key: Tensor, *_: Any, **options: Any) -> tuple:
         """Record the rotated keys (1, G, P, D), and return zeros instead of averages."""
         layer = module.layer_idx
-        phases = _ratio(key.transpose(1, 2)[0, ..., :R], unrotated[layer][0, ..., :R])
+        rotated_PGD = key.transpose(1, 2)[0]
+        keys_PGD = unrotated[layer][0]
+        phases = _ratio(rotated_PGD[..., :R], keys_PGD[..., :R])
         window = options.get("sliding_window")
         measured[layer] = LayerPositions(phases.cpu(), window, key.dtype)
         return torch.zeros_like(query).transpose(1, 2), None
@@ -349,8 +365,9 @@ def _ratio(rotated_PGR: Tensor, keys_PGR: Tensor) -> Tensor:
     """
     rotated = _complex(rotated_PGR)
     keys = _complex(keys_PGR)
-    squares = keys.abs().square().sum(dim=1)
-    ratio = (rotated * keys.conj()).sum(dim=1) / squares
+    products = rotated * keys.conj()
+    squares = keys.abs().square()
+    ratio = products.sum(dim=1) / squares.sum(dim=1)
     return torch.cat([ratio.real, ratio.imag], dim=-1)
 
 

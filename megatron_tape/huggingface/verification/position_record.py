@@ -205,7 +205,8 @@ def read_positions(directory: Path) -> PositionRecord | None:
     del content["format_version"]
     # Keys that a later version may have added are ignored.
     record = PositionRecord(**{name: content[name] for name in PositionRecord.__annotations__})
-    if problem := _problem_of(record):
+    problem = _problem_of(record)
+    if problem is not None:
         raise FileError(path, f"cannot be used: {problem}", "export the model again, or delete it")
     return record
 
