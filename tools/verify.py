@@ -10,11 +10,20 @@ Prints a table of errors by position, the first layer and position that differ, 
 cause. Exit statuses: 0 equal, 1 different, 2 cannot be compared.
 """
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_tape.evaluation.model_source import ModelSource
+    from megatron_tape.extension.rope_scaling import RopeScaling
+    from megatron_tape.huggingface.verification.trained import Trained
+    from megatron_tape.huggingface.verification.verify import Verification
 
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
@@ -30,21 +39,9 @@ def main() -> int:
     from megatron_tape.huggingface.verification.verify import Verification
 
     scaling = read_options(arguments.rope_scaling, arguments.rope_scaling_factor)
-    has_reference = arguments.against is not None
-    # With --against, MODEL may be an export, which has its scaling already, and no other weights.
-    is_export = has_reference and Path(arguments.model, "config.json").is_file()
-    source = _find(
-        "MODEL",
-        arguments.model,
-        average=arguments.average and not is_export,
-        scaling=None if is_export else scaling,
-    )
-    source.check_code(arguments.trust_remote_code)
-    expected = source
-    if has_reference:
-        expected = _find("--against", arguments.against, arguments.average, scaling)
+    source, expected = _find_models(arguments, scaling)
     verification = Verification(_trained(source, expected), arguments.lengths)
-    if not has_reference and not source.is_checkpoint:
+    if expected is source and not source.is_checkpoint:
         verification.notes.append(
             "The reference is MODEL's own config.json; --against compares with its training."
         )
@@ -54,25 +51,29 @@ def main() -> int:
     if arguments.write_tokens is not None:
         from megatron_tape.huggingface.verification.logits_file import write_tokens
 
-        write_tokens(arguments.write_tokens, verification.whole_sequence(arguments.every_token))
+        sequence = verification.whole_sequence(arguments.every_token)
+        write_tokens(arguments.write_tokens, sequence)
         print(f"wrote the tokens to {arguments.write_tokens}; add their logits, and give --logits")
         return 0
 
     if arguments.logits is not None:
         verification.title = f"{arguments.logits}, computed with {arguments.model}"
-        check_logits(verification, arguments)
+        _check_logits(verification, arguments)
     else:
         with source.in_transformers_format() as directory:
             if arguments.engine == VLLM:
-                check_vllm(verification, directory, arguments)
+                _check_vllm(verification, directory, arguments)
             else:
-                check_transformers(verification, directory, arguments, source.needs_trust)
+                _check_transformers(verification, directory, arguments, source.needs_trust)
     if scaling is not None:
         verification.title += f" with {scaling.name}"
     verification.title += f", against {verification.trained.name} in plain torch (float64)"
+
     report = verification.report()
     print(report.text())
-    return 0 if report.is_equal else 1
+    if report.is_equal:
+        return 0
+    return 1
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -90,7 +91,27 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError("--write-tokens", f"{arguments.write_tokens} exists", "give another file")
 
 
-def _find(name: str, path: str, average: bool, scaling):
+def _find_models(
+    arguments: argparse.Namespace, scaling: RopeScaling | None
+) -> tuple[ModelSource, ModelSource]:
+    """Return MODEL, and the model with which it is compared: that of --against, or the same."""
+    if arguments.against is None:
+        source = _find("MODEL", arguments.model, arguments.average, scaling)
+        source.check_code(arguments.trust_remote_code)
+        return source, source
+
+    # An export has its scaling already, and no other weights.
+    is_export = Path(arguments.model, "config.json").is_file()
+    if is_export:
+        source = _find("MODEL", arguments.model, average=False, scaling=None)
+    else:
+        source = _find("MODEL", arguments.model, arguments.average, scaling)
+    source.check_code(arguments.trust_remote_code)
+    expected = _find("--against", arguments.against, arguments.average, scaling)
+    return source, expected
+
+
+def _find(name: str, path: str, average: bool, scaling: RopeScaling | None) -> ModelSource:
     """Return the `ModelSource` of the argument `name`. Raises ConfigError about the argument."""
     from megatron_tape.evaluation.model_source import find_model
 
@@ -102,11 +123,10 @@ def _find(name: str, path: str, average: bool, scaling):
         raise ConfigError(name, error.problem, error.fix) from None
 
 
-def _trained(source, expected):
-    """Return the model that the engine should compute (`Trained`).
+def _trained(source: ModelSource, expected: ModelSource) -> Trained:
+    """Return the model that the engine should compute.
 
-    `source` is the `ModelSource` of the model that the engine reads, and `expected` that of the
-    model with which it is compared.
+    The engine reads `source`, which is compared with `expected`.
     """
     from dataclasses import replace
 
@@ -130,10 +150,13 @@ def _trained(source, expected):
     return trained
 
 
-def check_transformers(
-    verification, directory: Path, arguments: argparse.Namespace, trust: bool
+def _check_transformers(
+    verification: Verification,
+    directory: Path,
+    arguments: argparse.Namespace,
+    trust_remote_code: bool,
 ) -> None:
-    """Add the checks of transformers to a `Verification`."""
+    """Add the checks of transformers, in all precisions."""
     from megatron_tape.huggingface.verification.verify import (
         PRECISIONS,
         Precision,
@@ -150,12 +173,12 @@ def check_transformers(
             Precision(dtype, dtype),
             whole_up_to=arguments.every_token,
             layers_up_to=arguments.every_token,
-            trust_remote_code=trust,
+            trust_remote_code=trust_remote_code,
         )
 
 
-def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> None:
-    """Add the checks of vLLM to a `Verification`."""
+def _check_vllm(verification: Verification, directory: Path, arguments: argparse.Namespace) -> None:
+    """Add the checks of vLLM, in all precisions."""
     from megatron_tape.huggingface.verification.sequences import Outputs
     from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
@@ -166,6 +189,7 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
     sequence = verification.whole_sequence(arguments.every_token)
     for name in arguments.precision:
         dtype = PRECISIONS[name]
+        precision = Precision(dtype, dtype)
         found, served = run_vllm(python, directory, sequence, dtype)
         if len(served) < len(sequence.compared):
             verification.notes.append(
@@ -173,12 +197,11 @@ def check_vllm(verification, directory: Path, arguments: argparse.Namespace) -> 
             )
             sequence = sequence.until(served[-1])
         for way, logits in found.items():
-            precision = Precision(dtype, dtype)
             verification.add(f"{way}, {name}", sequence, Outputs(logits), precision)
 
 
-def check_logits(verification, arguments: argparse.Namespace) -> None:
-    """Add the check of a file of logits to a `Verification`."""
+def _check_logits(verification: Verification, arguments: argparse.Namespace) -> None:
+    """Add the check of a file of logits."""
     from megatron_tape.huggingface.verification.logits_file import read_logits
     from megatron_tape.huggingface.verification.sequences import Outputs
     from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
@@ -186,7 +209,8 @@ def check_logits(verification, arguments: argparse.Namespace) -> None:
     sequence, logits, is_normalized = read_logits(arguments.logits, verification.vocab_size)
     # The file does not say in which precision the engine computed.
     name = arguments.precision[0]
-    precision = Precision(PRECISIONS[name], PRECISIONS[name])
+    dtype = PRECISIONS[name]
+    precision = Precision(dtype, dtype)
     verification.add(f"logits, {name}", sequence, Outputs(logits), precision, is_normalized)
 
 
