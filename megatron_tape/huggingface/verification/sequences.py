@@ -28,7 +28,8 @@ class Sequence:
     @property
     def has_gaps(self) -> bool:
         """Whether positions differ from 0, 1, ..., so that an engine must be told them."""
-        return len(self.positions) != int(self.positions[-1]) + 1
+        last = int(self.positions[-1])
+        return len(self.positions) != last + 1
 
     @property
     def compared_positions(self) -> list[int]:
@@ -56,7 +57,8 @@ class Outputs:
 def default_positions(trained_length: int) -> list[int]:
     """Return the positions to compare: 0, L/2, L - 1, L, 2 L and 4 L for the trained length L."""
     L = trained_length
-    return sorted({0, L // 2, L - 1, L, 2 * L, 4 * L})
+    positions = {0, L // 2, L - 1, L, 2 * L, 4 * L}
+    return sorted(positions)
 
 
 def groups_of_tokens(positions: list[int], vocab_size: int, first: int = GROUP) -> Sequence:
@@ -68,7 +70,8 @@ def groups_of_tokens(positions: list[int], vocab_size: int, first: int = GROUP) 
     """
     wanted = set(range(first))
     for position in positions:
-        wanted |= set(range(max(0, position - GROUP + 1), position + 1))
+        start = max(0, position - GROUP + 1)
+        wanted |= set(range(start, position + 1))
     return _sequence(sorted(wanted), positions, vocab_size)
 
 
@@ -76,19 +79,19 @@ def every_token(positions: list[int], vocab_size: int) -> Sequence:
     """Return a sequence with all tokens from position 0 to the last of the ascending
     `positions`.
     """
-    return _sequence(list(range(positions[-1] + 1)), positions, vocab_size)
+    token_positions = list(range(positions[-1] + 1))
+    return _sequence(token_positions, positions, vocab_size)
 
 
 def _sequence(token_positions: list[int], compared: list[int], vocab_size: int) -> Sequence:
-    """Return a sequence of random tokens at `token_positions`, with the same tokens in every
-    call.
+    """Return a sequence of random tokens at `token_positions`, the same in every call. Those at the
+    positions `compared` are compared.
     """
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(vocab_size, (len(token_positions),), generator=generator)
     index_of = {position: index for index, position in enumerate(token_positions)}
-    return Sequence(
-        ids, torch.tensor(token_positions), tuple(index_of[position] for position in compared)
-    )
+    indices = tuple(index_of[position] for position in compared)
+    return Sequence(ids, torch.tensor(token_positions), indices)
 
 
 def chunks(sequence: Sequence) -> list[slice]:
@@ -106,4 +109,5 @@ def chunks(sequence: Sequence) -> list[slice]:
 def before_gaps(sequence: Sequence) -> int:
     """Return the number of tokens before the first gap, whose positions are 0, 1, ..."""
     indices = torch.arange(len(sequence.positions))
-    return int((sequence.positions == indices).sum())
+    has_own_index = sequence.positions == indices
+    return int(has_own_index.sum())
