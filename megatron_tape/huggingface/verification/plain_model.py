@@ -127,18 +127,23 @@ class PlainModel:
             positions = torch.as_tensor(table)[positions]
         positions_SB = positions[:, None]
 
-        hidden_states = self._cast(self._weights[EMBEDDING][sequence.ids])[:, None]
+        # Only the rows of these tokens are converted.
+        rows = self._weights[EMBEDDING][sequence.ids]
+        hidden_states = self._cast(rows)[:, None]
         embedding = self.encoding.embedding(positions_SB, self.dtype)
         if embedding is not None:
             hidden_states = hidden_states + embedding
 
-        factors = None
+        temperature_S111 = None
         if self.model.temperature_scale:
-            factors = temperature(
+            temperature_S = temperature(
                 sequence.positions, self.model.temperature_scale, self.model.temperature_floor_scale
-            )[:, None, None, None]
-        shared = SharedInputs(self.encoding.window_phases(positions_SB, self.dtype), factors)
-        return hidden_states, self.encoding.initial_state(positions_SB, self.dtype), shared
+            )
+            temperature_S111 = temperature_S[:, None, None, None]
+        window_phases = self.encoding.window_phases(positions_SB, self.dtype)
+        shared = SharedInputs(window_phases, temperature_S111)
+        state = self.encoding.initial_state(positions_SB, self.dtype)
+        return hidden_states, state, shared
 
     def run_layer(
         self,
@@ -180,9 +185,7 @@ class PlainModel:
         hidden_states = hidden_states + attention_output
 
         normed = _rms_norm(hidden_states, weights["post_attention_layernorm.weight"], epsilon)
-        gate = F.silu(F.linear(normed, weights["mlp.gate_proj.weight"]))
-        up = F.linear(normed, weights["mlp.up_proj.weight"])
-        mlp_output = F.linear(gate * up, weights["mlp.down_proj.weight"])
+        mlp_output = _mlp(normed, weights)
         hidden_states = hidden_states + mlp_output
 
         if self.encoding.updates(layer):
@@ -195,9 +198,11 @@ class PlainModel:
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits (P, V) of the hidden states (P, C) after the last layer."""
         norm = self._cast(self._weights[NORM])
-        name = EMBEDDING if self.model.tie_embeddings else HUGGING_FACE_OUTPUT
-        output = self._cast(self._weights[name])
-        return F.linear(_rms_norm(hidden_states, norm, self.model.norm_epsilon), output)
+        normed = _rms_norm(hidden_states, norm, self.model.norm_epsilon)
+        name = HUGGING_FACE_OUTPUT
+        if self.model.tie_embeddings:
+            name = EMBEDDING
+        return F.linear(normed, self._cast(self._weights[name]))
 
     def _attention(
         self,
@@ -211,23 +216,15 @@ class PlainModel:
         """Return the averages of the values (S or P, 1, H, D), and of the position state or
         None.
         """
-        D = self.model.head_dim
-        of_queries = slice(None) if queries is None else queries
-        projected = []
-        for p, tokens in ("q", of_queries), ("k", slice(None)), ("v", slice(None)):
-            bias = weights.get(f"self_attn.{p}_proj.bias")
-            x = F.linear(normed[tokens], weights[f"self_attn.{p}_proj.weight"], bias)
-            projected.append(x.unflatten(-1, (-1, D)))
-        query, key, value = projected
-        if self.model.qk_norm:
-            epsilon = self.model.norm_epsilon
-            query = _rms_norm(query, weights["self_attn.q_norm.weight"], epsilon)
-            key = _rms_norm(key, weights["self_attn.k_norm.weight"], epsilon)
+        selected = slice(None) if queries is None else queries
+        query = self._heads(weights, "q", normed[selected])
+        key = self._heads(weights, "k", normed)
+        value = self._heads(weights, "v", normed)
 
         window = self.window_of(layer)
         has_positions = self.model.has_positions(self.pattern_layer(layer))
         if shared.temperature_S111 is not None and not has_positions:
-            query = (query * shared.temperature_S111[of_queries]).to(self.dtype)
+            query = (query * shared.temperature_S111[selected]).to(self.dtype)
         # Layers with a window may have frequencies of their own.
         window_phases = shared.window_phases
         if window is None or not has_positions:
@@ -245,6 +242,19 @@ class PlainModel:
                 window_phases = window_phases[queries]
             averaged_state = self.encoding.average_from_window(averaged_state, window_phases)
         return averages, averaged_state
+
+    def _heads(self, weights: Mapping[str, Tensor], kind: str, normed: Tensor) -> Tensor:
+        """Return the queries ("q"), keys ("k") or values ("v") of tokens (N, 1, C), with an axis of
+        heads: (N, 1, H or G, D).
+        """
+        weight = weights[f"self_attn.{kind}_proj.weight"]
+        bias = weights.get(f"self_attn.{kind}_proj.bias")
+        projected = F.linear(normed, weight, bias)
+        heads = projected.unflatten(-1, (-1, self.model.head_dim))
+        if self.model.qk_norm and kind != "v":
+            norm = weights[f"self_attn.{kind}_norm.weight"]
+            heads = _rms_norm(heads, norm, self.model.norm_epsilon)
+        return heads
 
     def _layer_weights(self, layer: int) -> LazyTensors:
         """Return the weights of a layer by their names in the layer, which are read when they are
@@ -274,12 +284,22 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
+def _mlp(normed: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of a layer's MLP, with the shape of its normalized input (N, 1, C)."""
+    gate = F.silu(F.linear(normed, weights["mlp.gate_proj.weight"]))
+    up = F.linear(normed, weights["mlp.up_proj.weight"])
+    return F.linear(gate * up, weights["mlp.down_proj.weight"])
+
+
 def _attend(inputs: AttentionInputs, window: int | None) -> tuple[Tensor, Tensor | None]:
     """Return the averages (S, 1, H, D) of the values, and of the position state or None."""
     tokens_BS = inputs.q_SBHD[:, :, 0, 0].T
     if window is not None and window < tokens_BS.shape[1]:
         inputs = replace(inputs, visibility=Visibility.of_whole(tokens_BS).with_window(window))
-    return attend(inputs, "naive" if tokens_BS.shape[1] <= _NAIVE_TOKENS else "tiled")
+    backend = "naive"
+    if tokens_BS.shape[1] > _NAIVE_TOKENS:
+        backend = "tiled"
+    return attend(inputs, backend)
 
 
 def _attend_for(
@@ -303,7 +323,8 @@ def _attend_for(
 def _of_group(inputs: AttentionInputs, group: int, groups: int) -> AttentionInputs:
     """Return the inputs of one of `groups` key/value groups and of its query heads."""
     heads_per_group = inputs.q_SBHD.shape[2] // groups
-    own_heads = slice(group * heads_per_group, (group + 1) * heads_per_group)
+    first_head = group * heads_per_group
+    own_heads = slice(first_head, first_head + heads_per_group)
     own = slice(group, group + 1)
     z = inputs.z_TBGD
     # All groups may share one state.
@@ -336,7 +357,9 @@ def _attend_in_group(
     of_queries = []
     for row, index in enumerate(queries):
         # Without the keys that the query does not attend to, no mask is needed.
-        first = 0 if window is None else max(0, index - window + 1)
+        first = 0
+        if window is not None:
+            first = max(0, index - window + 1)
         visible = slice(first, index + 1)
         one = replace(
             inputs,
