@@ -56,14 +56,18 @@ def checked(made, precisions=("fp32",), **options):
 
 
 def change_config(made, keep_record=False, **changes):
-    """Change keys of an export's config.json; None removes a key."""
+    """Change keys of an export's config.json; None removes a key, and a function changes its
+    value. Without `keep_record`, also delete positions.json.
+    """
     path = made.directory / "config.json"
     config = json.loads(path.read_text())
     for key, value in changes.items():
         if value is None:
             del config[key]
+        elif callable(value):
+            config[key] = value(config[key])
         else:
-            config[key] = value(config[key]) if callable(value) else value
+            config[key] = value
     path.write_text(json.dumps(config))
     if not keep_record:
         # Only logits and phases show the change then.
@@ -354,8 +358,8 @@ def test_the_report_names_the_first_layer_and_position(tmp_path, monkeypatch):
         "one pass, fp32: first at position 8; layer 2 is the first that differs, at 8."
     )
     assert report.cause == "none of the known faults computes these logits."
-    every = next(check for check in report.checks if check.name == "every token, fp32")
-    assert not every.is_equal  # the state itself differs
+    layers = next(check for check in report.checks if check.name == "every token, fp32")
+    assert not layers.is_equal  # the state itself differs
     assert "DIFFERENT" in report.text()
 
 
@@ -423,16 +427,17 @@ def test_the_allowed_error_is_that_of_many_tokens(tmp_path):
     made = make(tmp_path, PLAIN_ROPE, label="many", seq_length=64)
     verification = Verification(trained_by(open_weights(made.checkpoint)))
     sequence = verification.whole_sequence(63)
-    every = Sequence(sequence.ids, sequence.positions, tuple(range(64)))
+    all_compared = Sequence(sequence.ids, sequence.positions, tuple(range(64)))
     precision = Precision(torch.bfloat16, torch.bfloat16)
     trained = verification.trained
     exact, rounded = (
-        PlainModel(trained.model, trained.weights, dtype, torch.bfloat16).run(every).logits
+        PlainModel(trained.model, trained.weights, dtype, torch.bfloat16).run(all_compared).logits
         for dtype in (torch.float64, torch.bfloat16)
     )
     of_compared = exact[list(sequence.compared)]
     largest = ((rounded - exact).abs().max() / of_compared.abs().max()).item()
-    verification.add("bf16", sequence, verification.reference(sequence, precision)[0], precision)
+    outputs = verification.reference(sequence, precision).exact
+    verification.add("bf16", sequence, outputs, precision)
     assert verification.checks[0].allowed == pytest.approx([2 * largest] * 3)
     assert verification.checks[0].errors == [0.0] * 3
 
@@ -485,11 +490,12 @@ def test_positions_that_the_model_counts_after_a_cache(kind, tmp_path, monkeypat
         forward = model.model.forward
 
         def shifted(*arguments, **inputs):
-            length = inputs[cache_keyword(model)].get_seq_length() if inputs["use_cache"] else 0
-            if length and inputs.get("position_ids") is None:
-                inputs["position_ids"] = (
-                    torch.arange(inputs["input_ids"].shape[1])[None] + length + 1
-                )
+            cached = 0
+            if inputs["use_cache"]:
+                cached = inputs[cache_keyword(model)].get_seq_length()
+            if cached > 0 and inputs.get("position_ids") is None:
+                indices = torch.arange(inputs["input_ids"].shape[1])
+                inputs["position_ids"] = indices[None] + cached + 1
             return forward(*arguments, **inputs)
 
         model.model.forward = shifted
@@ -587,11 +593,10 @@ def test_all_checks_pass_with_every_kind_of_encoding(kind, settings, checks, tmp
 def test_an_export_is_verified_before_it_appears(kind, dtype, tmp_path, monkeypatch, capsys):
     from convert_checkpoint import to_hf
 
-    made = (
-        make(tmp_path, kind, label=f"export_{kind}_{dtype}", rope_theta=500.0)
-        if (kind != "fox")
-        else make(tmp_path, kind, label=f"export_{kind}_{dtype}")
-    )
+    settings = {"rope_theta": 500.0}
+    if kind == "fox":
+        settings = {}
+    made = make(tmp_path, kind, label=f"export_{kind}_{dtype}", **settings)
     options = dict(
         checkpoint=str(made.checkpoint),
         adapter=False,
