@@ -46,7 +46,7 @@ _SIZES = (
     "head_dim",
     "tie_embeddings",
 )
-"""Settings of a model that determine its weights."""
+"""Settings of a model that determine the shapes of its weights, except for the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Trained:
     name: str
     """Where its settings and weights are, for messages."""
     model: ModelConfig
+    """Its settings."""
     weights: Mapping[str, Tensor]
     """Unsharded weights by Hugging Face's names of Llama, which are read when they are accessed."""
 
@@ -109,7 +110,7 @@ def vocab_size_of(directory: Path) -> int:
 
 
 def check_sizes(trained: Trained, model: ModelConfig, directory: Path) -> None:
-    """Raise FileError if `model`, the settings in `directory`, has other weights than the trained
+    """Raise FileError if `model`, the settings in `directory`, has other sizes than the trained
     model.
     """
     differences = []
@@ -127,7 +128,9 @@ def check_sizes(trained: Trained, model: ModelConfig, directory: Path) -> None:
 
 
 def different_weight(trained: Trained, directory: Path) -> str | None:
-    """Return the name of the first weight that differs in `directory`, or None."""
+    """Return the name of the first weight that differs in `directory` by more than rounding in
+    float32, or None. Rows that only one of them has, and weights with other names, are ignored.
+    """
     stored = described_by(directory).weights
     for name in stored:
         if name not in trained.weights:

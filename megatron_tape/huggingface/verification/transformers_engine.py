@@ -1,4 +1,5 @@
-"""The inference engine transformers, which reads sequences in the ways of its users.
+"""The inference engine transformers, which reads sequences in one pass, with a cache, and in a
+padded batch.
 
 It computes positions and masks itself; only passes after a gap are given their positions. Models
 need decoder layers in `base_model.layers`, as the Llama family and this project's exports have.
@@ -135,21 +136,30 @@ class TransformersEngine:
         """
         with _recording(self.model, len(sequence.ids), compare) as recorder:
             for part in parts:
-                inputs = {"input_ids": sequence.ids[None, part]} | options
-                # Without a gap, also the model's own positions after a cache are compared.
-                if part.stop > before_gaps(sequence):
-                    inputs["position_ids"] = sequence.positions[None, part]
-                    # Without a mask, transformers takes a gap for the start of another document.
-                    inputs["attention_mask"] = torch.ones(1, part.stop, dtype=torch.int64)
-                in_part = [i for i in sequence.compared if part.start <= i < part.stop]
-                compared = [i - part.start for i in in_part]
-                recorder.read(inputs, compared)
+                inputs = _inputs_of(sequence, part)
+                compared = [
+                    index - part.start
+                    for index in sequence.compared
+                    if part.start <= index < part.stop
+                ]
+                recorder.read(inputs | options, compared)
         return recorder.outputs()
 
 
 def _whole(sequence: Sequence) -> slice:
     """Return the part of a sequence that has all its tokens."""
     return slice(0, len(sequence.ids))
+
+
+def _inputs_of(sequence: Sequence, part: slice) -> dict[str, Any]:
+    """Return the arguments of `forward` that give it a part of a sequence."""
+    inputs = {"input_ids": sequence.ids[None, part]}
+    # Without a gap, also the model's own positions after a cache are compared.
+    if part.stop > before_gaps(sequence):
+        inputs["position_ids"] = sequence.positions[None, part]
+        # Without a mask, transformers takes a gap for the start of another document.
+        inputs["attention_mask"] = torch.ones(1, part.stop, dtype=torch.int64)
+    return inputs
 
 
 class _Recorder:
@@ -175,10 +185,11 @@ class _Recorder:
     def read(self, inputs: dict[str, Any], compared: list[int]) -> None:
         """Run the model, and record the tokens of the first row at the indices `compared`."""
         device = self.model.device
-        on_device = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
+        on_device = dict(inputs)
+        for name, value in inputs.items():
+            # Others are options, such as a cache.
+            if isinstance(value, Tensor):
+                on_device[name] = value.to(device)
         self._compared = torch.tensor(compared, dtype=torch.int64, device=device)
 
         # The logits of all tokens may need more memory than the model.
@@ -206,12 +217,14 @@ class _Recorder:
 
     def _show_progress(self, layer: int, pass_tokens: int) -> None:
         """Show that a layer has read the `pass_tokens` tokens of the current pass."""
-        before = self._tokens_before * self.num_layers
-        in_pass = pass_tokens * (layer + 1)
+        earlier_passes = self._tokens_before * self.num_layers
+        current_pass = pass_tokens * (layer + 1)
         last = self._tokens_before + pass_tokens
-        line = f"transformers reads {last:,} of {self.tokens:,} tokens"
-        line += f": layer {layer + 1} of {self.num_layers}"
-        self.progress.update(before + in_pass, lambda seconds: line)
+        line = (
+            f"transformers reads {last:,} of {self.tokens:,} tokens: layer {layer + 1} of"
+            f" {self.num_layers}"
+        )
+        self.progress.update(earlier_passes + current_pass, lambda seconds: line)
 
     def outputs(self) -> Outputs:
         """Return what all passes have recorded."""

@@ -74,9 +74,10 @@ def run_vllm(
         environment = os.environ | {"PYTHONSAFEPATH": "1"}
         if _needs_plug_in(python, directory):
             site = _copy_plug_in(Path(work, "site"))
-            environment["PYTHONPATH"] = os.pathsep.join(
-                filter(None, (str(site), os.environ.get("PYTHONPATH")))
-            )
+            paths = [str(site)]
+            if os.environ.get("PYTHONPATH"):
+                paths.append(os.environ["PYTHONPATH"])
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
 
         precision = str(dtype).removeprefix("torch.")
         command = [python, _SCRIPT, directory.absolute(), tokens, output, "--dtype", precision]
@@ -111,7 +112,8 @@ def _needs_plug_in(python: Path, directory: Path) -> bool:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if config.get("model_type") != "tape" or not _PLUG_IN.is_dir():
         return False
-    return subprocess.run([python, "-c", _IS_INSTALLED], capture_output=True).returncode != 0
+    done = subprocess.run([python, "-c", _IS_INSTALLED], capture_output=True)
+    return done.returncode != 0
 
 
 def _copy_plug_in(site: Path) -> Path:
