@@ -157,9 +157,8 @@ def _check_transformers(
     trust_remote_code: bool,
 ) -> None:
     """Add the checks of transformers, in all precisions."""
-    from megatron_tape.huggingface.verification.verify import (
-        PRECISIONS,
-        Precision,
+    from megatron_tape.huggingface.verification.rounding import PRECISIONS, Precision
+    from megatron_tape.huggingface.verification.transformers_checks import (
         check_transformers,
         transformers_version,
     )
@@ -179,8 +178,8 @@ def _check_transformers(
 
 def _check_vllm(verification: Verification, directory: Path, arguments: argparse.Namespace) -> None:
     """Add the checks of vLLM, in all precisions."""
+    from megatron_tape.huggingface.verification.rounding import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.sequences import Outputs
-    from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.vllm_engine import find_python, run_vllm
 
     verification.read_directory(directory)
@@ -203,8 +202,8 @@ def _check_vllm(verification: Verification, directory: Path, arguments: argparse
 def _check_logits(verification: Verification, arguments: argparse.Namespace) -> None:
     """Add the check of a file of logits."""
     from megatron_tape.huggingface.verification.logits_file import read_logits
+    from megatron_tape.huggingface.verification.rounding import PRECISIONS, Precision
     from megatron_tape.huggingface.verification.sequences import Outputs
-    from megatron_tape.huggingface.verification.verify import PRECISIONS, Precision
 
     sequence, logits, is_normalized = read_logits(arguments.logits, verification.vocab_size)
     # The file does not say in which precision the engine computed.

@@ -23,7 +23,7 @@ from megatron_tape.huggingface.verification.position_record import (
     record_of,
     write_positions,
 )
-from megatron_tape.huggingface.verification.verify import verify_export
+from megatron_tape.huggingface.verification.transformers_checks import verify_export
 from megatron_tape.position import model_config
 
 _CONFIG = "config.json"

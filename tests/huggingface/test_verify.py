@@ -18,14 +18,11 @@ from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.pretrained import cache_keyword
 from megatron_tape.huggingface.verification import transformers_engine
 from megatron_tape.huggingface.verification.plain_model import PlainModel
+from megatron_tape.huggingface.verification.rounding import PRECISIONS, Precision
 from megatron_tape.huggingface.verification.sequences import Sequence
 from megatron_tape.huggingface.verification.trained import described_by, trained_by
-from megatron_tape.huggingface.verification.verify import (
-    PRECISIONS,
-    Precision,
-    Verification,
-    check_transformers,
-)
+from megatron_tape.huggingface.verification.transformers_checks import check_transformers
+from megatron_tape.huggingface.verification.verify import Verification
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -57,7 +57,7 @@ from megatron_tape.huggingface.tokenizer_files import (
     write_tokenizer,
 )
 from megatron_tape.huggingface.verification.position_record import record_of, write_positions
-from megatron_tape.huggingface.verification.verify import verify_export
+from megatron_tape.huggingface.verification.transformers_checks import verify_export
 from megatron_tape.io.files import atomic_directory, sync_directory
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.shapes import parameter_shapes

@@ -8,12 +8,10 @@ memory only once.
 Axes: P compared tokens, V vocabulary, C hidden size.
 """
 
-import math
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,21 +20,16 @@ from torch import Tensor
 
 from megatron_tape import command_line
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import CheckpointError, FileError, UserError, one_line
-from megatron_tape.huggingface.export.saved_weights import SavedWeights
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.verification.causes import Cause, causes, find_cause, other_settings
-from megatron_tape.huggingface.verification.phases import (
-    LayerPositions,
-    layer_differences,
-    measured_phases,
-    phase_errors,
-)
 from megatron_tape.huggingface.verification.plain_model import PlainModel
-from megatron_tape.huggingface.verification.position_record import (
-    PositionRecord,
-    check_config,
-    check_record,
-    record_of,
+from megatron_tape.huggingface.verification.position_record import check_config, check_record
+from megatron_tape.huggingface.verification.report import Check, Report
+from megatron_tape.huggingface.verification.rounding import (
+    Precision,
+    allowed_error,
+    logits_or_logprobs,
+    relative_errors,
 )
 from megatron_tape.huggingface.verification.sequences import (
     GROUP,
@@ -51,113 +44,17 @@ from megatron_tape.huggingface.verification.trained import (
     check_sizes,
     described_by,
     different_weight,
-    trained_by,
     vocab_size_of,
-)
-from megatron_tape.huggingface.verification.transformers_engine import (
-    LayerStates,
-    TransformersEngine,
 )
 from megatron_tape.ops.backends import AVERAGE, ROTATION
 from megatron_tape.position import encoding_of
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERY_TOKEN = 8192
 """Default of the largest position of a sequence whose tokens are all read."""
-_SHORT = 512
-"""The same in the short form of a verification. Faulty models read longer sequences without gaps
-only up to the first difference."""
-_FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
-"""Smallest allowed error by the precision of the computation, as a share of the largest logit."""
+_FAULTY_TOKENS = 512
+"""Longest sequence without gaps that faulty models read whole."""
 _SAMPLED_TOKENS = 64
 """Number of tokens at which the error of plain torch is measured, besides the compared ones."""
-_ERROR_FACTOR = 2.0
-"""An engine may have this many times the error of plain torch."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A row of the table: the errors of one way to compute the compared tokens."""
-
-    name: str
-    positions: list[int]
-    errors: list[float]
-    """By position; infinite for NaN."""
-    allowed: list[float]
-    """The largest errors that rounding explains, by position."""
-    layer: int | None = None
-    """The first layer (from 0) that differs, if layers were compared and one differs."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether no error exceeds what is allowed."""
-        return not self.differences
-
-    @property
-    def differences(self) -> list[int]:
-        """The positions whose errors exceed what is allowed."""
-        rows = zip(self.positions, self.errors, self.allowed, strict=True)
-        return [position for position, error, allowed in rows if error > allowed]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a verification."""
-
-    title: str
-    """What was compared with what."""
-    checks: list[Check]
-    notes: list[str]
-    """Sentences about what was not compared, and why."""
-    problems: list[str]
-    """Sentences about differences that are no errors at positions."""
-    difference: str = ""
-    """A sentence about the first layer and position that differ, if any does."""
-    cause: str = ""
-    """A sentence about the likely cause of the difference."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all checks have passed, and there are no other problems."""
-        return not self.problems and all(check.is_equal for check in self.checks)
-
-    def text(self) -> str:
-        """Return the report as lines of text, with a table."""
-        lines = [self.title, *self._table(), *self.notes]
-        if self.is_equal:
-            lines.append("Equal: all differences are within what rounding explains.")
-        lines += [f"DIFFERENT: {problem}" for problem in self.problems]
-        if self.difference:
-            lines += [f"DIFFERENT: {self.difference}", f"Likely cause: {self.cause}"]
-        return "\n".join(lines)
-
-    def _table(self) -> list[str]:
-        """Return the lines of the table. Its columns are positions."""
-        positions = sorted({p for check in self.checks for p in check.positions})
-        header = [f"{position:,}" for position in positions]
-        rows = [["position", *header, "allowed", ""]]
-        for check in self.checks:
-            errors = dict(zip(check.positions, check.errors, strict=True))
-            shown = [f"{errors[p]:.0e}" if p in errors else "-" for p in positions]
-            allowed = f"{max(check.allowed):.0e}"
-            verdict = "equal" if check.is_equal else "DIFFERENT"
-            rows.append([check.name, *shown, allowed, verdict])
-
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for first, *others in rows:
-            cells = [first.ljust(widths[0])]
-            cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return lines
-
-
-class Precision(NamedTuple):
-    """The precision of an engine."""
-
-    computation: torch.dtype
-    weights: torch.dtype
-    """The dtype to which the trained weights were rounded."""
 
 
 class Reference(NamedTuple):
@@ -302,8 +199,8 @@ class Verification:
 
         rows = [sampled.compared.index(index) for index in sequence.compared]
         error = _rounding(exact.logits, rounded.logits, rows)
-        exact_normalized = _normalized(exact.logits, True)
-        rounded_normalized = _normalized(rounded.logits, True)
+        exact_normalized = logits_or_logprobs(exact.logits, True)
+        rounded_normalized = logits_or_logprobs(rounded.logits, True)
         error_normalized = _rounding(exact_normalized, rounded_normalized, rows)
         return Reference(_of_rows(exact, rows), _of_rows(rounded, rows), error, error_normalized)
 
@@ -336,12 +233,12 @@ class Verification:
         With `is_normalized`, `outputs.logits` are logarithms of probabilities.
         """
         reference = self.reference(sequence, precision)
-        expected = _normalized(reference.exact.logits, is_normalized)
+        expected = logits_or_logprobs(reference.exact.logits, is_normalized)
         plain_error = reference.error
         if is_normalized:
             plain_error = reference.error_normalized
-        allowed = _allowed(plain_error, precision)
-        errors = _errors(outputs.logits, expected)
+        allowed = allowed_error(plain_error, precision)
+        errors = relative_errors(outputs.logits, expected)
         check = Check(name, sequence.compared_positions, errors, [allowed] * len(errors))
         self.checks.append(check)
         key = sequence, precision
@@ -393,9 +290,9 @@ class Verification:
         rounded = reference.rounded
         assert exact.hidden_states is not None and rounded.hidden_states is not None
         for layer, expected in enumerate(exact.hidden_states):
-            plain_error = max(_errors(rounded.hidden_states[layer], expected))
-            allowed = _allowed(plain_error, failure.precision)
-            errors = _errors(found[layer], expected)
+            plain_error = max(relative_errors(rounded.hidden_states[layer], expected))
+            allowed = allowed_error(plain_error, failure.precision)
+            errors = relative_errors(found[layer], expected)
             for position, error in zip(check.positions, errors, strict=True):
                 if error > allowed:
                     return f"{place}; layer {layer} is the first that differs, at {position:,}."
@@ -435,14 +332,14 @@ class Verification:
         sequence = failure.sequence
         # Each fault would take long. With gaps, this would save little, and windows of different
         # sizes may agree at the first position.
-        if len(sequence.ids) > _SHORT and not sequence.has_gaps:
+        if len(sequence.ids) > _FAULTY_TOKENS and not sequence.has_gaps:
             sequence = sequence.until(check.differences[0])
         found = failure.outputs.logits[: len(sequence.compared)]
         tried: set[str] = set()
 
         def error_of(logits: Tensor) -> float:
             """Return the largest error of an engine, if `logits` were expected."""
-            return max(_errors(found, _normalized(logits, failure.is_normalized)))
+            return max(relative_errors(found, logits_or_logprobs(logits, failure.is_normalized)))
 
         def show(cause: str) -> None:
             """Show a fault before it is tried. Some have several variants."""
@@ -484,250 +381,4 @@ def _rounding(exact: Tensor, rounded: Tensor, rows: list[int]) -> float:
     some `rows`.
     """
     scale = exact.abs().max() / exact[rows].abs().max().clamp(min=1e-30)
-    return max(_errors(rounded, exact)) * scale.item()
-
-
-def _normalized(logits: Tensor, is_normalized: bool) -> Tensor:
-    """Return logits (P, V), or the logarithms of their probabilities, in float64."""
-    logits = logits.double()
-    if is_normalized:
-        logits = logits.log_softmax(-1)
-    return logits
-
-
-def _allowed(plain_error: float, precision: Precision) -> float:
-    """Return the largest error that rounding explains, given that of plain torch."""
-    return max(_ERROR_FACTOR * plain_error, _FLOORS[precision.computation])
-
-
-def _errors(found: Tensor, expected: Tensor) -> list[float]:
-    """Return the error of each row of `found` (P, N), as a share of the largest expected number.
-
-    Rows may have padding at the end. The error of a row with NaN or infinite numbers is infinite.
-    """
-    width = min(found.shape[-1], expected.shape[-1])
-    expected = expected[..., :width].double()
-    found = found[..., :width].double()
-    differences = (found - expected).abs().amax(-1)
-    errors = differences / expected.abs().max().clamp(min=1e-30)
-    return [error if math.isfinite(error) else math.inf for error in errors.tolist()]
-
-
-def transformers_version() -> str:
-    """Return the version of the installed transformers."""
-    return metadata.version("transformers")
-
-
-def check_transformers(
-    verification: Verification,
-    directory: Path,
-    precision: Precision,
-    beyond_windows: bool = True,
-    whole_up_to: int = EVERY_TOKEN,
-    layers_up_to: int = 0,
-    trust_remote_code: bool = False,
-) -> None:
-    """Add the checks of transformers in one precision.
-
-    Args:
-        directory: the model in transformers format.
-        beyond_windows: read more tokens than a window has.
-        whole_up_to: largest position to compare if the model depends on the number of tokens, so
-            that all of them must be read.
-        layers_up_to: if above 0, also compare each layer in fp32, in a pass over all tokens up to
-            this position or the last one to compare. In bf16, a layer alone has large errors.
-        trust_remote_code: run Python files in the directory.
-    """
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    name = names[precision.computation]
-    verification.read_directory(directory)
-    sequence = verification.short_sequence(beyond_windows)
-    if not verification.depends_on_positions_alone:
-        sequence = verification.whole_sequence(whole_up_to)
-
-    # Before the engine is loaded, so that not both are in memory. `add` reads the result.
-    verification.reference(sequence, precision)
-    engine = TransformersEngine.load(
-        directory, precision.computation, trust_remote_code=trust_remote_code
-    )
-    _check_phases(verification, engine, name)
-    ways = {
-        "one pass": engine.one_pass,
-        "with a cache, in chunks": engine.in_chunks,
-        "left padding in a batch": engine.left_padded,
-    }
-    for way, run in ways.items():
-        try:
-            outputs = run(sequence)
-        except NotImplementedError as error:
-            verification.notes.append(f"Not compared {way}: {one_line(error)}.")
-            continue
-        verification.add(f"{way}, {name}", sequence, outputs, precision)
-
-    in_fp32 = precision.computation == torch.float32
-    if layers_up_to > 0 and in_fp32 and verification.depends_on_positions_alone:
-        sequence = verification.whole_sequence(layers_up_to)
-        _check_layers(verification, engine, sequence, f"every token, {name}", precision)
-
-
-def verify_export(saved: SavedWeights, directory: Path, dtype: torch.dtype) -> None:
-    """Check that transformers computes what the checkpoint `saved` computes, with its export in
-    `directory`, whose weights have been rounded to `dtype`: the short form of a verification.
-
-    Raises CheckpointError if a difference is larger than rounding explains.
-    """
-    verification = Verification(trained_by(saved), title=f"{saved.path}, exported")
-    check_transformers(
-        verification,
-        directory,
-        Precision(torch.float32, dtype),
-        beyond_windows=False,
-        whole_up_to=_SHORT,
-        trust_remote_code=True,
-    )
-    report = verification.report()
-    if not report.is_equal:
-        differences = " ".join([*report.problems, report.difference])
-        raise CheckpointError(
-            saved.path,
-            f"is exported to a model that computes something else in transformers"
-            f" {transformers_version()}: {differences} Likely cause: {report.cause}",
-            "try another version of transformers, or write the export with --no-verify and run"
-            " tape-verify on it",
-        )
-    largest = max(error for check in report.checks for error in check.errors)
-    compared = {position for check in report.checks for position in check.positions}
-    positions = ", ".join(f"{position:,}" for position in sorted(compared))
-    command_line.log(
-        f"verified: transformers computes the logits of the training at positions {positions}"
-        f" (largest error {largest:.0e})"
-    )
-
-
-def _check_phases(verification: Verification, engine: TransformersEngine, name: str) -> None:
-    """Add a check of the phases by which the layers of an engine rotate, if any are known without
-    the tokens, and of the windows, if one differs.
-    """
-    record = record_of(verification.trained.model, {}, verification.positions)
-    measured = measured_phases(engine.model, verification.positions)
-    differences = layer_differences(record, measured)
-    if differences:
-        first = min(differences)
-        clause = differences[first]
-        verification.layer_difference = f"layer {first} {clause}."
-        verification.notes.append(f"Layer {first} {clause} ({name}).")
-
-    _check_windows(verification, record, measured, name)
-    # TAPE's own class keeps the state in float32 while it computes in bf16.
-    dtypes = {found.dtype for found in measured}
-    settings = verification.trained.model.position
-    is_fp32 = getattr(settings, "state_precision", "bf16") == "fp32"
-    if engine.model.config.model_type == "tape" and is_fp32 and torch.bfloat16 in dtypes:
-        verification.problems.append("The position state is in bf16, in the training in fp32.")
-
-    compared = phase_errors(record, measured)
-    if compared is not None:
-        errors, allowed = compared
-        check = Check(f"phases, {name}", verification.positions, errors, allowed)
-        verification.checks.append(check)
-
-
-def _check_windows(
-    verification: Verification,
-    record: PositionRecord,
-    measured: list[LayerPositions],
-    name: str,
-) -> None:
-    """Add a check of the windows if one differs. The logits may not show it, since not all
-    sequences are longer.
-    """
-    differing = []
-    for expected, found in zip(record.layers, measured, strict=True):
-        if expected["window"] != found.window:
-            differing += [expected["window"], found.window]
-    sizes = [window for window in differing if window is not None]
-    if not sizes:
-        return
-
-    # From the smallest size on, tokens attend to others than in the training.
-    errors = [math.inf if p >= min(sizes) else 0.0 for p in verification.positions]
-    allowed = [0.0] * len(errors)
-    check = Check(f"windows, {name}", verification.positions, errors, allowed)
-    verification.checks.append(check)
-
-
-def _check_layers(
-    verification: Verification,
-    engine: TransformersEngine,
-    sequence: Sequence,
-    name: str,
-    precision: Precision,
-) -> None:
-    """Add a check of one pass over all tokens of a sequence, in which every layer is compared given
-    its input in the engine.
-
-    Plain torch then computes only the compared tokens, which takes a small part of the time of a
-    pass.
-    """
-    exact = _PlainLayers(verification.trained, sequence, torch.float64, precision.weights)
-    rounded = _PlainLayers(verification.trained, sequence, precision.computation, precision.weights)
-    by_layer: list[list[float]] = []
-    plain_errors: list[float] = []
-
-    def compare(layer: int, entering: LayerStates, leaving: LayerStates) -> None:
-        """Compare what leaves a layer at the compared tokens."""
-        found = [leaving.hidden_states]
-        if leaving.position_state is not None:
-            found.append(leaving.position_state.flatten(1))
-        exact_states = exact.states_after(layer, entering)
-        rounded_states = rounded.states_after(layer, entering)
-
-        errors = [0.0] * len(sequence.compared)
-        # Not strict: an engine may pass on a state that the layer does not update.
-        for state, expected, in_plain in zip(found, exact_states, rounded_states, strict=False):
-            errors = list(map(max, errors, _errors(state, expected)))
-            plain_errors.extend(_errors(in_plain, expected))
-        by_layer.append(errors)
-
-    engine.layer_by_layer(sequence, compare)
-    allowed = _allowed(max(plain_errors), precision)
-    different = [layer for layer, errors in enumerate(by_layer) if max(errors) > allowed]
-    check = Check(
-        name,
-        sequence.compared_positions,
-        errors=[max(errors) for errors in zip(*by_layer, strict=True)],
-        allowed=[allowed] * len(sequence.compared),
-        layer=min(different, default=None),
-    )
-    verification.checks.append(check)
-
-
-class _PlainLayers:
-    """The layers of plain torch, each given its input in an engine."""
-
-    def __init__(
-        self, trained: Trained, sequence: Sequence, dtype: torch.dtype, rounded_to: torch.dtype
-    ):
-        """Prepare the layers for a sequence. `dtype` and `rounded_to` are those of `PlainModel`."""
-        self.plain = PlainModel(trained.model, trained.weights, dtype, rounded_to)
-        self.compared = list(sequence.compared)
-        # Exports may pass the state that enters the first layer in another form.
-        _, self.initial_state, self.shared = self.plain.embedded(sequence)
-
-    def states_after(self, layer: int, entering: LayerStates) -> list[Tensor]:
-        """Return what a layer computes for the compared tokens: hidden states (P, C) and, if the
-        layer updates it, the position state (P, ...).
-        """
-        dtype = self.plain.dtype
-        state = self.initial_state
-        if layer > 0 and entering.position_state is not None:
-            state = entering.position_state.to(dtype)[:, None]
-        hidden_states = entering.hidden_states.to(dtype)[:, None]
-
-        hidden_states, state = self.plain.run_layer(
-            layer, hidden_states, state, self.shared, self.compared
-        )
-        states = [hidden_states.flatten(1)]
-        if self.plain.encoding.updates(layer):
-            states.append(state.flatten(1))
-        return states
+    return max(relative_errors(rounded, exact)) * scale.item()
