@@ -78,6 +78,7 @@ def _check_tokens(path: Path, tokens: np.ndarray, positions: np.ndarray, vocab_s
     vocabulary.
     """
     last = len(tokens) - 1
+    # They may still be in any order.
     if positions.min() < 0 or positions.max() > last:
         raise FileError(path, f"has positions outside of its tokens, 0 to {last}", _FORMAT)
     if (np.diff(positions) <= 0).any():

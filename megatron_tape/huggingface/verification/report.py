@@ -25,7 +25,11 @@ class Check:
     def differences(self) -> list[int]:
         """The positions whose errors exceed what is allowed."""
         rows = zip(self.positions, self.errors, self.allowed, strict=True)
-        return [position for position, error, allowed in rows if error > allowed]
+        differences = []
+        for position, error, allowed in rows:
+            if error > allowed:
+                differences.append(position)
+        return differences
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,16 @@ class Report:
         rows = [["position", *header, "allowed", ""]]
         for check in self.checks:
             errors = dict(zip(check.positions, check.errors, strict=True))
-            shown = [f"{errors[p]:.0e}" if p in errors else "-" for p in positions]
+            shown = []
+            for position in positions:
+                if position in errors:
+                    shown.append(f"{errors[position]:.0e}")
+                else:
+                    shown.append("-")
             allowed = f"{max(check.allowed):.0e}"
-            verdict = "equal" if check.is_equal else "DIFFERENT"
+            verdict = "DIFFERENT"
+            if check.is_equal:
+                verdict = "equal"
             rows.append([check.name, *shown, allowed, verdict])
 
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

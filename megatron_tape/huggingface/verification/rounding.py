@@ -45,6 +45,8 @@ def relative_errors(found: Tensor, expected: Tensor) -> list[float]:
     width = min(found.shape[-1], expected.shape[-1])
     expected = expected[..., :width].double()
     found = found[..., :width].double()
-    differences = (found - expected).abs().amax(-1)
-    errors = differences / expected.abs().max().clamp(min=1e-30)
-    return [error if math.isfinite(error) else math.inf for error in errors.tolist()]
+    differences = (found - expected).abs()
+    scale = expected.abs().max().clamp(min=1e-30)
+    errors = differences.amax(-1) / scale
+    # NaN would be neither larger nor smaller than what is allowed.
+    return errors.nan_to_num(nan=math.inf, posinf=math.inf).tolist()

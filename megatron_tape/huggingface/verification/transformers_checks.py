@@ -177,7 +177,12 @@ def _check_windows(
         return
 
     # From the smallest size on, tokens attend to others than in the training.
-    errors = [math.inf if p >= min(sizes) else 0.0 for p in verification.positions]
+    errors = []
+    for position in verification.positions:
+        if position >= min(sizes):
+            errors.append(math.inf)
+        else:
+            errors.append(0.0)
     allowed = [0.0] * len(errors)
     check = Check(f"windows, {name}", verification.positions, errors, allowed)
     verification.checks.append(check)
