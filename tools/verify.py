@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TRANSFORMERS = "transformers"
 VLLM = "vllm"
-PRECISIONS = ("fp32", "bf16")
+NAMES_OF_PRECISIONS = ("fp32", "bf16")
 
 
 def main() -> int:
@@ -85,6 +85,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError("--lengths", "cannot be combined with --logits", alone)
     if arguments.write_tokens is not None and arguments.logits is not None:
         raise ConfigError("--write-tokens", "cannot be combined with --logits", alone)
+    if arguments.logits is not None and len(arguments.precision or ()) > 1:
+        raise ConfigError(
+            "--precision", "has several values, but the logits of --logits have one", "give one"
+        )
     if arguments.engine_python is not None and arguments.engine != VLLM:
         raise ConfigError("--engine-python", "requires --engine vllm", "add it")
     if arguments.write_tokens is not None and arguments.write_tokens.exists():
@@ -164,7 +168,7 @@ def _check_transformers(
     )
 
     verification.title = f"{arguments.model} in transformers {transformers_version()}"
-    for name in arguments.precision:
+    for name in arguments.precision or NAMES_OF_PRECISIONS:
         dtype = PRECISIONS[name]
         check_transformers(
             verification,
@@ -186,7 +190,7 @@ def _check_vllm(verification: Verification, directory: Path, arguments: argparse
     verification.title = f"{arguments.model} in vLLM"
     python = find_python(arguments.engine_python)
     sequence = verification.whole_sequence(arguments.every_token)
-    for name in arguments.precision:
+    for name in arguments.precision or NAMES_OF_PRECISIONS:
         dtype = PRECISIONS[name]
         precision = Precision(dtype, dtype)
         found, served = run_vllm(python, directory, sequence, dtype)
@@ -207,7 +211,9 @@ def _check_logits(verification: Verification, arguments: argparse.Namespace) -> 
 
     sequence, logits, is_normalized = read_logits(arguments.logits, verification.vocab_size)
     # The file does not say in which precision the engine computed.
-    name = arguments.precision[0]
+    name = "fp32"
+    if arguments.precision is not None:
+        (name,) = arguments.precision
     dtype = PRECISIONS[name]
     precision = Precision(dtype, dtype)
     verification.add(f"logits, {name}", sequence, Outputs(logits), precision, is_normalized)
@@ -275,8 +281,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--precision",
         nargs="+",
-        choices=PRECISIONS,
-        default=PRECISIONS,
+        choices=NAMES_OF_PRECISIONS,
+        default=None,
         help="precisions of the engine (default: fp32 bf16; with --logits: fp32)",
     )
     add(

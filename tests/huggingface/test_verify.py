@@ -716,9 +716,12 @@ def test_a_scaled_export_is_compared_with_the_scaled_checkpoint(tmp_path, capsys
         ["--logits", "x.npz", "--engine", "vllm"],
         ["--logits", "x.npz", "--lengths", "4"],
         ["--logits", "x.npz", "--write-tokens", "y.npz"],
+        ["--logits", "x.npz", "--precision", "fp32", "bf16"],
         ["--engine-python", "python3"],
     ],
 )
 def test_options_that_exclude_each_other(words, capsys):
-    with pytest.raises(ValueError, match="cannot be combined|requires --engine vllm"):
+    with pytest.raises(
+        ValueError, match="cannot be combined|requires --engine vllm|several values"
+    ):
         run_program(capsys, "missing", *words)

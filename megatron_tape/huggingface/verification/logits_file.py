@@ -99,7 +99,11 @@ def _check_logits(
         fix = "write one row for each position, and all logits except those of padding"
         raise FileError(path, problem, fix)
     if not np.isfinite(logits).all():
-        raise FileError(path, f"has {name} that are NaN or infinite", "look for their cause")
+        raise FileError(
+            path,
+            f"has {name} that are NaN or infinite",
+            "check the engine's dtype, and its mask of padding",
+        )
 
     largest = logits.max(axis=-1)
     exponentials = np.exp(logits - largest[:, None])

@@ -18,6 +18,7 @@ from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.config_json import (
     DEFAULTS,
+    cannot_import,
     errors_of_settings,
     model_settings,
     read_settings,
@@ -101,7 +102,7 @@ def vocab_size_of(directory: Path) -> int:
     path = directory / "config.json"
     settings = read_settings(path)
     if settings.get("model_type") not in DEFAULTS:
-        described_by(directory)  # raises the error
+        raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS))
     size = settings.get("vocab_size")
     # `type`, because True is an int.
     if type(size) is not int or size < 1:
