@@ -126,8 +126,13 @@ def read_comparison(path: str | Path) -> Comparison:
 
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
-    """Write the file, replacing an earlier one atomically. Fields of scores that have their default
-    are omitted.
+    """Write the file, replacing an earlier one atomically."""
+    write_record(path, as_content(comparison))
+
+
+def as_content(comparison: Comparison) -> dict[str, Any]:
+    """Return the comparison as a nested dictionary, without the fields of scores that have their
+    default.
     """
     content = dataclasses.asdict(comparison)
     # Most scores have few fields, and the file is to stay small enough to be committed.
@@ -137,7 +142,7 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
             {key: value for key, value in score.items() if value != defaults[key]}
             for score in run["scores"]
         ]
-    write_record(path, content)
+    return content
 
 
 def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
