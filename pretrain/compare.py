@@ -8,25 +8,34 @@ There is one run per variant and seed. A run trains with pretrain.train, and the
 tasks in the recipe's section `evaluation` with pretrain.evaluate. The results of all runs are in
 comparison.json, comparison.md and report.html in the output directory. The same command continues
 an interrupted comparison; a command with more seeds or encodings adds runs to it.
+
+    python -m pretrain.compare --ladder RECIPE
+
+compares the variants of a ladder's recipe at several model sizes and amounts of training, with
+learning rates that are tuned for each variant. The results are in ladder.json, ladder.md and
+report.html.
 """
 
 import argparse
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.command_line import log
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
+from megatron_tape.evaluation import ladder_file
 from megatron_tape.evaluation.comparison_file import NAME, write_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
 from pretrain.comparison.jobs import Jobs, find_gpus, start_program
+from pretrain.comparison.ladder import LadderPlan, Tuning, plan_ladder
 from pretrain.comparison.planned_runs import ComparisonPlan, PlannedRun, make_plan
 
 
@@ -38,28 +47,39 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     """
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
-        usage="%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]",
+        usage=(
+            "%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]\n"
+            "       %(prog)s --ladder RECIPE [--extend-grid] [--section.key value ...]"
+        ),
         description=__doc__,
         epilog="--section.key value changes a setting of the recipe for all runs.",
     )
     add = parser.add_argument
     add(
         "--recipe",
-        required=True,
         metavar="RECIPE",
         help="recipe of all runs, as for --config of pretrain.train",
     )
     add(
+        "--ladder",
+        metavar="RECIPE",
+        help="recipe of a ladder: sizes, amounts of training, variants, learning rates and seeds,"
+        " such as compare/ladder",
+    )
+    add(
+        "--extend-grid",
+        action="store_true",
+        help="add learning rates to a ladder's grid until the best one is not at its end",
+    )
+    add(
         "--encodings",
         type=str,
-        required=True,
         metavar="A,B,...",
         help="variants to train: encodings, optionally with settings as in tape+x=y; the first is"
-        " the baseline",
+        " the baseline. With --ladder: names of its variants (default: all)",
     )
     add(
         "--seeds",
-        default="3",
         metavar="N or A-B",
         help="seeds of each variant: 1 to N, or A to B (default: 3)",
     )
@@ -99,6 +119,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     )
 
     options, overrides = parser.parse_known_args(argv)
+    _check_kind(options)
     # Settings are checked later. A mistyped option has no dot.
     for text in overrides:
         if text.startswith("--") and "." not in text.partition("=")[0]:
@@ -110,6 +131,27 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     return options, overrides
 
 
+def _check_kind(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are missing, or that do not apply."""
+    if options.ladder is None:
+        if options.recipe is None or options.encodings is None:
+            raise ConfigError(
+                ("--recipe", "--encodings"),
+                "are not both given",
+                "give --recipe RECIPE --encodings A,B,..., or --ladder RECIPE",
+            )
+        if options.extend_grid:
+            raise ConfigError("--extend-grid", "requires a ladder", "remove it, or give --ladder")
+        return
+    for name in ("recipe", "seeds", "evaluation"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name}",
+                "does not apply to a ladder",
+                "remove it, and change the recipe of the ladder",
+            )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison and return the exit status, 1 if runs are not finished.
 
@@ -117,6 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
+    if options.ladder is not None:
+        return _run_ladder(options, overrides)
     plan = make_plan(options, overrides)
     count = len(plan.runs)
     to_execute = plan.unfinished  # a new list; runs that finish later stay in it
@@ -125,20 +169,132 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{counted(count, 'run')}, {finished} finished, output in {plan.output}")
         return 0
     if options.only is not None:
-        if not 0 <= options.only < count:
-            raise ConfigError(
-                "--only", f"is {options.only}", f"give a number from 0 to {count - 1}"
-            )
+        _check_only(options, count)
         to_execute = [run for run in to_execute if run is plan.runs[options.only]]
+
+    def record(run: PlannedRun, seconds: float, gpu_model: str | None) -> None:
+        plan.record(run, seconds, gpu_model)
+        # The tasks of an array would overwrite each other's files.
+        if options.only is None:
+            _write_tables(plan)
 
     stopping_signal = None
     if not options.report_only:
-        stopping_signal = _execute(plan, to_execute, options)
+        finished_before = [run for run in plan.runs if run not in to_execute]
+        stopping_signal = _execute(to_execute, plan.output, options, record, finished_before)
     if options.only is None:
         _conclude(plan)
 
     # With --only, as in a task of a job array, the exit status is about that run alone.
     missing = [run for run in plan.unfinished if options.only is None or run in to_execute]
+    return _status(missing, count, stopping_signal)
+
+
+def _run_ladder(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Execute the runs of a ladder and return the exit status, 1 if runs are not finished.
+
+    Raises UserError for invalid settings before training begins, and after tuning if the best
+    learning rate of a variant is at the end of its grid.
+    """
+    names = None
+    if options.encodings is not None:
+        names = options.encodings.split(",")
+    output = Path(options.output or f"runs/compare/{Path(options.ladder).stem}")
+    ladder = plan_ladder(options.ladder, output, names, overrides)
+    if options.check:
+        gpus, gpu_model = find_gpus()
+        print(ladder.describe())
+        print(ladder.estimate(_slots(options, gpus), gpu_model))
+        return 0
+    if options.only is not None:
+        return _run_ladder_task(ladder, options)
+
+    stopping_signal = None
+    if not options.report_only:
+        gpus, gpu_model = find_gpus()
+        log(ladder.describe())
+        log(ladder.estimate(_slots(options, gpus), gpu_model))
+        stopping_signal = _tune(ladder, ladder.tunings, options)
+        if ladder.is_tuned:
+            ladder.plan_final_runs()
+            to_execute = [run for run in ladder.final_runs if run in ladder.unfinished]
+            stopping_signal = _execute_of_ladder(ladder, to_execute, options)
+    _conclude_ladder(ladder)
+    if stopping_signal is None:
+        ladder.require_complete_grids()
+    return _status(ladder.unfinished, len(ladder.runs), stopping_signal)
+
+
+def _run_ladder_task(ladder: LadderPlan, options: argparse.Namespace) -> int:
+    """Execute one task of a job array: one for each tuning, followed by one for each final run.
+
+    Returns the exit status, 1 if a run of the task is not finished. Raises UserError if the
+    learning rate of a final run is not known yet, and like `_run_ladder`.
+    """
+    tunings = ladder.tunings
+    _check_only(options, len(tunings) + len(ladder.final_runs))
+    if options.only < len(tunings):
+        tuning = tunings[options.only]
+        stopping_signal = _tune(ladder, [tuning], options)
+        if stopping_signal is None:
+            ladder.require_complete_grids([tuning])
+        return _status(tuning.plan.unfinished, len(tuning.plan.runs), stopping_signal)
+
+    if not ladder.is_tuned:
+        raise ConfigError(
+            "--only",
+            f"is {options.only}, a run whose learning rate is not known: tuning is not finished",
+            f"first finish the tasks 0 to {len(tunings) - 1}",
+        )
+    run = ladder.final_runs[options.only - len(tunings)]
+    to_execute = [run for run in [run] if run in ladder.unfinished]
+    stopping_signal = _execute_of_ladder(ladder, to_execute, options)
+    return _status([run for run in to_execute if run in ladder.unfinished], 1, stopping_signal)
+
+
+def _tune(ladder: LadderPlan, tunings: list[Tuning], options: argparse.Namespace) -> int | None:
+    """Execute the runs of these tunings, and with --extend-grid extend grids whose best rate is at
+    their end; return the signal that ended them, or None.
+    """
+    while True:
+        to_execute = [run for tuning in tunings for run in tuning.plan.unfinished]
+        stopping_signal = _execute_of_ladder(ladder, to_execute, options)
+        # A tuning without all its losses has no missing rate.
+        at_end = [tuning for tuning in tunings if tuning.missing_rate is not None]
+        if stopping_signal is not None or not at_end or not options.extend_grid:
+            return stopping_signal
+        for tuning in at_end:
+            tuning.extend()
+
+
+def _execute_of_ladder(
+    ladder: LadderPlan, runs: list[PlannedRun], options: argparse.Namespace
+) -> int | None:
+    """Execute unfinished runs of a ladder; return the signal that ended them, or None."""
+    if not runs:
+        return None
+    others = [run for run in ladder.runs if run not in runs]
+    unfinished = ladder.unfinished
+    return _execute(
+        runs,
+        ladder.output,
+        options,
+        ladder.record_run,
+        finished_before=[run for run in others if run not in unfinished],
+        later=[run for run in others if run in unfinished],
+    )
+
+
+def _check_only(options: argparse.Namespace, count: int) -> None:
+    """Raise ConfigError if --only is not the number of one of `count` tasks."""
+    if not 0 <= options.only < count:
+        raise ConfigError("--only", f"is {options.only}", f"give a number from 0 to {count - 1}")
+
+
+def _status(missing: Sequence[PlannedRun], count: int, stopping_signal: int | None) -> int:
+    """Return the exit status, given the runs of `count` that are not finished and the signal that
+    ended them; name their number.
+    """
     if missing:
         log(
             f"not finished: {len(missing)} of {counted(count, 'run')}; run the same command to"
@@ -151,52 +307,62 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(missing))
 
 
-def _execute(
-    plan: ComparisonPlan, runs: list[PlannedRun], options: argparse.Namespace
-) -> int | None:
-    """Execute unfinished runs of the plan; return the signal that ended them, or None.
+def _slots(options: argparse.Namespace, gpus: Sequence[str]) -> int:
+    """Return the number of concurrent runs: --jobs, or one per GPU or, without GPUs, per core."""
+    return options.jobs or len(gpus) or len(os.sched_getaffinity(0))
 
-    `options` are those of the command line.
+
+def _execute(
+    runs: list[PlannedRun],
+    output: Path,
+    options: argparse.Namespace,
+    record: Callable[[PlannedRun, float, str | None], None],
+    finished_before: Sequence[PlannedRun] = (),
+    later: Sequence[PlannedRun] = (),
+) -> int | None:
+    """Execute runs with their results below `output`; return the signal that ended them, or None.
+
+    `options` are those of the command line. `record(run, seconds, gpu_model)` is called when a run
+    is finished. `finished_before` and `later` are the other runs, as in `Jobs`.
     """
     if not runs:
         log("all runs are finished already")
         return None
 
     gpus, gpu_model = find_gpus()
-    slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
     in_array = options.only is not None
-
-    def record(run: PlannedRun, seconds: float) -> None:
-        plan.record(run, seconds, gpu_model)
-        # The tasks of an array would overwrite each other's files.
-        if not in_array:
-            _write_tables(plan)
-
-    with _locked(plan, shared=in_array) as lock:
+    if in_array:
         # A task of an array does not know what the others have finished.
-        finished_before = 0 if in_array else len(plan.runs) - len(runs)
-        start = partial(start_program, gpus=gpus, lock=lock)
-        jobs = Jobs(runs, slots, start, on_finished=record, finished_before=finished_before)
+        finished_before = later = ()
+    with _locked(output, shared=in_array) as lock:
+        jobs = Jobs(
+            runs,
+            _slots(options, gpus),
+            partial(start_program, gpus=gpus, lock=lock),
+            on_finished=lambda run, seconds: record(run, seconds, gpu_model),
+            finished_before=finished_before,
+            later=later,
+        )
         jobs.run()
     return jobs.stopped
 
 
 @contextmanager
-def _locked(plan: ComparisonPlan, shared: bool) -> Iterator[int]:
+def _locked(output: Path, shared: bool) -> Iterator[int]:
     """Lock the output directory against other comparisons, and yield the file descriptor that holds
     the lock.
 
     The tasks of a job array share the lock. Runs inherit the descriptor: if this process is killed,
     the directory stays locked until its runs have ended.
     """
-    plan.output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileError(
-            plan.output,
+            output,
             "is in use by another comparison, or by a run of a killed one",
             "wait until it ends, or choose another --output",
         ) from None
@@ -239,6 +405,20 @@ def _conclude(plan: ComparisonPlan) -> None:
     print(_write_tables(plan))
     missing = [run.name for run in plan.unfinished]
     report.write_report([plan.output], plan.output / "report.html", missing)
+
+
+def _conclude_ladder(ladder: LadderPlan) -> None:
+    """Write and print the results of all finished runs of a ladder, and write the page.
+
+    Does nothing if no run is finished.
+    """
+    # Other processes, such as tasks of a job array, may have finished runs.
+    ladder.collect()
+    results = ladder.results()
+    if not ladder.write_comparisons():
+        return
+    ladder_file.write_ladder(ladder.output / ladder_file.NAME, results)
+    print(f"{len(ladder.unfinished)} runs are not finished")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,6 @@ class Ladder:
     variants: dict[str, str]
     """By name, the variants as in `--encodings`, such as `tape+increments=signed`. The first one is
     the baseline."""
-    rate_exponent: Number
-    """If a point takes its rates from one with fewer tokens, they are multiplied by the ratio of
-    tokens to the power of minus this number."""
     points: list[LadderPoint] = field(default_factory=list)
     """In the order of the recipe: by size, and for each size by training, tasks last."""
     format: Literal[1] = 1

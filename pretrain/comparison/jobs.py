@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +98,9 @@ class Jobs:
     `start(module, arguments, log, slot)` starts the process of a phase and returns it, as
     `start_program` does. `on_finished(run, seconds)` is called when all phases of a run have
     succeeded, after `seconds` in total. A failed run does not stop the others; `failed` maps its
-    name to the reason. `finished_before` is the number of other runs of the comparison, which
-    earlier commands have finished; the log counts them. `pause` is the number of seconds between
-    two checks of the processes.
+    name to the reason. The log counts the runs of the whole comparison: `finished_before` are those
+    that are finished already, `later` those that other jobs execute. `pause` is the number of
+    seconds between two checks of the processes.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Jobs:
         slots: int,
         start: Callable[[str, list[str], Path, int], subprocess.Popen],
         on_finished: Callable[[PlannedRun, float], None],
-        finished_before: int = 0,
+        finished_before: Sequence[PlannedRun] = (),
+        later: Sequence[PlannedRun] = (),
         pause: float = 0.2,
     ):
         self._waiting = list(runs)
@@ -119,9 +120,12 @@ class Jobs:
         self._pause = pause
         # The runs in progress, by slot.
         self._active: dict[int, _Active] = {}
-        self._total = finished_before + len(runs)
-        self._finished = finished_before
-        self._progress = command_line.Progress(self._total, start=finished_before)
+        self._total = len(finished_before) + len(runs) + len(later)
+        self._finished = len(finished_before)
+        # The time that is left is estimated from FLOPs, since runs differ in size.
+        self._finished_flops = _flops(finished_before)
+        total_flops = self._finished_flops + _flops(runs) + _flops(later)
+        self._progress = command_line.Progress(total_flops, start=self._finished_flops)
         # The signals that have arrived, in order.
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
@@ -146,7 +150,7 @@ class Jobs:
                 self._stop_active()
                 for slot in list(self._active):
                     self._check_slot(slot)
-                self._progress.update(self._finished + len(self.failed), self._line)
+                self._progress.update(self._finished_flops, self._line)
                 time.sleep(self._pause)
         finally:
             self._progress.end()
@@ -211,6 +215,7 @@ class Jobs:
             self._fail(run, f"its results cannot be recorded: {type(error).__name__}: {error}")
             return
         self._finished += 1
+        self._finished_flops += run.flops
         self._progress.end()
         finished = f"{self._finished} of {counted(self._total, 'run')}"
         command_line.log(f"{finished}: {run.name}, finished in {duration(seconds)}")
@@ -218,6 +223,8 @@ class Jobs:
     def _fail(self, run: PlannedRun, reason: str) -> None:
         """Record and log that a run failed."""
         self.failed[run.name] = f"{reason}; the output is in {run.log}"
+        # The time that is left is that of the runs that have not been tried.
+        self._finished_flops += run.flops
         self._progress.end()
         command_line.log(f"failed: {run.name}: {self.failed[run.name]}")
 
@@ -230,6 +237,11 @@ class Jobs:
         if self._signals:
             line += "; saving and ending"
         return line
+
+
+def _flops(runs: Sequence[PlannedRun]) -> int:
+    """Return the FLOPs of the training of all `runs`."""
+    return sum(run.flops for run in runs)
 
 
 def _last_error(run: PlannedRun) -> str:

@@ -8,8 +8,10 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import checked_start_checkpoint
@@ -29,6 +31,7 @@ from megatron_tape.evaluation.task import Task
 from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
+from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.run.curves import SETTINGS, read_run
 from pretrain import evaluate
@@ -105,10 +108,14 @@ class PlannedRun:
     arguments: list[str]
     evaluation_arguments: list[str] | None
     """None if no tasks are evaluated."""
+    where: str = ""
+    """Text before the name, such as the point of a ladder."""
 
     @property
     def name(self) -> str:
-        return f"{self.variant.label}, seed {self.seed}"
+        """Name of the run in messages."""
+        parts = [self.where, self.variant.label, f"seed {self.seed}"]
+        return ", ".join(part for part in parts if part)
 
     @property
     def phases(self) -> list[tuple[str, str, list[str]]]:
@@ -119,6 +126,13 @@ class PlannedRun:
         if self.evaluation_arguments is not None:
             phases.append(("evaluation", "pretrain.evaluate", self.evaluation_arguments))
         return phases
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the training."""
+        train = self.config.train
+        tokens = train.samples_after(train.steps) * self.config.model.seq_length
+        return flops_per_token(self.config.model) * tokens
 
     @property
     def log(self) -> Path:
@@ -206,16 +220,30 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     """Return the plan for the options of the command line.
 
     `overrides` are arguments `--section.key value`, which change settings of the recipe.
-    The plan contains the results of runs that are finished.
-
-    Raises UserError if the settings of a run are invalid, or differ from those of existing results.
+    Raises UserError like `plan_comparison`.
     """
     variants = parse_variants(options.encodings)
-    seeds = parse_seeds(options.seeds)
+    seeds = parse_seeds(options.seeds or "3")
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     recipe = ["--config", options.recipe, *overrides]
-    # The settings that the runs have in common. Each run changes the settings of its variant, the
-    # seed and the directories.
+    base = base_config(recipe, output)
+    if options.evaluation is None:
+        evaluation = recipe_tasks(base)
+    else:
+        evaluation = ["--config", options.evaluation]
+        if options.trust_remote_code:
+            evaluation.append("--trust-remote-code")
+    if evaluation is None:
+        _require_scores(base)
+    return plan_comparison(output, variants, seeds, recipe, evaluation)
+
+
+def base_config(recipe: list[str], output: Path) -> RunConfig:
+    """Return the settings that the runs of a comparison have in common.
+
+    Each run changes the settings of its variant, the seed and the directories. `recipe` are the
+    arguments of pretrain.train that all runs share. Raises UserError if they are invalid.
+    """
     base = parse_run_config([*recipe, "--train.seed", "0", "--logging.directory", str(output)])
     if base.checkpoint.directory != base.default_checkpoint_directory:
         raise ConfigError(
@@ -223,23 +251,44 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
             f"is {base.checkpoint.directory}, but runs of a comparison cannot share a directory",
             "remove this setting",
         )
-    evaluation = _evaluation_arguments(options, base)
+    return base
+
+
+def plan_comparison(
+    output: Path,
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    recipe: list[str],
+    evaluation: list[str] | None,
+    where: str = "",
+) -> ComparisonPlan:
+    """Return the plan of a comparison, with the results of its runs that are finished.
+
+    Args:
+        output: the directory of the comparison.
+        variants: the variants; the first one is the baseline.
+        seeds: the seeds of each variant.
+        recipe: the arguments of pretrain.train that all runs share.
+        evaluation: the arguments of pretrain.evaluate; None evaluates no tasks.
+        where: text before the names of the runs.
+
+    Raises:
+        UserError: the settings of a run are invalid, or differ from those of existing results.
+    """
+    base = base_config(recipe, output)
     check(base, Level.START, processes=1, extends=False)
     tasks = []
     if evaluation is not None:
         # The parser requires --model, but only the tasks are used here.
         _, tasks = evaluate.read_command([*evaluation, "--model", str(output)])
-    elif reason := missing_validation(base):
-        raise ConfigError(
-            reason.subjects,
-            f"{reason.problem}, and there are no tasks: nothing can be compared",
-            f"{reason.fix}, or give --evaluation FILE.yaml",
-        )
 
     runs = []
     for variant in variants:
         try:
-            variant_runs = [_plan_run(variant, seed, recipe, base, evaluation) for seed in seeds]
+            variant_runs = [
+                replace(_plan_run(variant, seed, recipe, base, evaluation), where=where)
+                for seed in seeds
+            ]
             _check_model(variant_runs[0])  # seeds do not change what is valid
         except ConfigError as error:
             raise error.at(variant.label) from None
@@ -342,33 +391,43 @@ def _plan_run(
     return PlannedRun(variant, seed, directory, config, arguments, evaluation)
 
 
-def _evaluation_arguments(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
-    """Return the tasks and their settings as arguments of pretrain.evaluate, or None if there are
-    no tasks.
+def recipe_tasks(base: RunConfig) -> list[str] | None:
+    """Return the tasks of the recipe `base` and their settings as arguments of pretrain.evaluate,
+    or None if there are no tasks.
 
     Raises ConfigError if the recipe trains on a task without evaluating it.
     """
-    if options.evaluation is not None:
-        arguments = ["--config", options.evaluation]
-        if options.trust_remote_code:
-            arguments.append("--trust-remote-code")
-        return arguments
-
     tasks = base.evaluation.enabled_tasks()
     if not tasks and base.data.generator is not None:
         task = base.data.generator.task
         raise ConfigError(
             "evaluation",
-            f"is not set, but {options.recipe} trains on {task}, and only a task can evaluate that",
+            f"is not set, but the recipe trains on {task}, and only a task can evaluate that",
             f"add evaluation: {{{task}: {{...}}}} to the recipe, or give --evaluation FILE.yaml",
         )
     arguments = list(tasks)
     for name, settings in tasks.items():
         for key, value in as_dict(settings).items():
-            # The parser reads values as YAML, which includes JSON. Quotes would stay in a text.
-            text = value if isinstance(value, str) else json.dumps(value)
-            arguments += [f"--{name}.{key}", text]
+            arguments += [f"--{name}.{key}", as_argument(value)]
     return arguments or None
+
+
+def as_argument(value: Any) -> str:
+    """Return a setting's value as it is written on the command line."""
+    # The parser reads values as YAML, which includes JSON. Quotes would stay in a text.
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _require_scores(base: RunConfig) -> None:
+    """Raise ConfigError if runs of the recipe `base` have no validation loss. Without tasks,
+    nothing else can be compared.
+    """
+    if reason := missing_validation(base):
+        raise ConfigError(
+            reason.subjects,
+            f"{reason.problem}, and there are no tasks: nothing can be compared",
+            f"{reason.fix}, or give --evaluation FILE.yaml",
+        )
 
 
 def _check_model(run: PlannedRun) -> None:

@@ -1,0 +1,365 @@
+"""`python -m pretrain.compare --ladder`: points, learning rates, invalid recipes, interruption, job
+arrays, and one real ladder.
+"""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets_for_tests import write_all
+from launch import start_python
+
+from megatron_tape.errors import EXIT_RESTART, ConfigError
+from megatron_tape.evaluation.comparison_file import TRAINING, FinishedRun, write_comparison
+from megatron_tape.evaluation.ladder_file import read_ladder
+from megatron_tape.evaluation.results import Score
+from pretrain import compare
+from pretrain.comparison.ladder import plan_ladder
+from pretrain.comparison.planned_runs import ComparisonPlan
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"model.hidden_size": 16, "model.num_attention_heads": 2, "model.ffn_hidden_size": 16}
+LARGE = {"model.hidden_size": 32, "model.num_attention_heads": 2, "model.ffn_hidden_size": 32}
+
+
+@pytest.fixture
+def content(tmp_path):
+    """The recipe of a ladder, as a mapping."""
+    prefix = str(write_all(tmp_path) / "a")
+    perplexity = {"data": prefix, "lengths": [8, 16], "documents": 2, "windows": 1}
+    return {
+        "recipe": str(ROOT / "tests" / "recipes" / "tiny.yaml"),
+        "settings": {"data.prefix": prefix, "evaluation.perplexity": perplexity},
+        "variants": {"rope": "rope", "content": "tape+increments=signed"},
+        "sizes": {"small": SMALL, "large": LARGE},
+        "tokens_per_parameter": [0.1, 0.2],
+        "tuning": {"learning_rates": [0.01, 0.02, 0.04], "seeds": [9], "sizes": ["small"]},
+        "seeds": [1, 2],
+    }
+
+
+@pytest.fixture
+def recipe(content, tmp_path):
+    return write_recipe(content, tmp_path)
+
+
+def write_recipe(content, directory):
+    path = directory / "ladder.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def climb(recipe, output, *others):
+    return compare.main([f"--ladder={recipe}", f"--output={output}", "--jobs=1", *others])
+
+
+def plan_of(recipe, output, *others):
+    return plan_ladder(str(recipe), Path(output), overrides=others)
+
+
+class EndedProcess:
+    """A process that has succeeded."""
+
+    def poll(self):
+        return 0
+
+    def terminate(self):
+        pass
+
+
+class FakeTraining:
+    """Replaces training: runs finish at once. Their validation loss depends on the distance of the
+    learning rate from `best`, by variant. `seen` are the names of the runs. A signal is sent when
+    run number `interrupt_at` starts.
+    """
+
+    def __init__(self, best, interrupt_at=None):
+        self.best = best
+        self.interrupt_at = interrupt_at
+        self.seen = []
+
+    def start(self, module, arguments, log, slot, **_):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        if len(self.seen) == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return EndedProcess()
+
+    def record(self, plan, run, seconds, gpu_model):
+        self.seen.append(run.name)
+        settings = dict(run.variant.settings)
+        ratio = float(settings["optimizer.lr"]) / self.best[run.variant.encoding]
+        loss = 3.0 + max(ratio, 1 / ratio)
+        score = Score("validation loss", loss, "lower", task=TRAINING)
+        finished = FinishedRun(run.variant.label, run.seed, [score], 2.0, 0.0, "CPU", {})
+        plan.results.runs.append(finished)
+        write_comparison(run.result, replace(plan.results, runs=[finished]))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Return a function that replaces training by `FakeTraining` and returns it."""
+
+    def install(best, interrupt_at=None):
+        training = FakeTraining(best, interrupt_at)
+        monkeypatch.setattr(compare, "start_program", training.start)
+        monkeypatch.setattr(
+            ComparisonPlan, "record", lambda plan, *arguments: training.record(plan, *arguments)
+        )
+        return training
+
+    return install
+
+
+def parameters_of(width):
+    """Return the parameters of three layers and the last norm. Queries, keys, values and the output
+    are square matrices, and the MLP has three of them.
+    """
+    return 3 * (7 * width**2 + 2 * width) + width
+
+
+def test_points_have_steps_for_their_tokens(recipe, tmp_path):
+    """The smallest size comes first, and the number of tokens follows from the parameters of the
+    baseline, without embeddings.
+    """
+    ladder = plan_of(recipe, tmp_path / "out")
+    names = [
+        f"{size}, {amount} tokens per parameter"
+        for size in ("small", "large")
+        for amount in (0.1, 0.2)
+    ]
+    assert [point.name for point in ladder.points] == names
+    for point in ladder.points:
+        width = {"small": 16, "large": 32}[point.size]
+        assert point.parameters == parameters_of(width)
+        (run, *_) = ladder.reported[point.name].runs
+        batch = run.config.train.global_batch_size * run.config.model.seq_length
+        expected = point.tokens_per_parameter * point.parameters / batch
+        assert run.config.train.steps == max(1, round(expected))
+        assert point.tokens == run.config.train.steps * batch
+        assert run.config.schedule.warmup_steps == round(0.1 * run.config.train.steps)
+
+
+def test_reported_runs_have_the_best_rate_of_other_seeds(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.08})
+    assert climb(recipe, tmp_path / "out", "--extend-grid") == 0
+    ladder = read_ladder(tmp_path / "out" / "ladder.json")
+    assert ladder.variants == {"rope": "rope", "content": "tape+increments=signed"}
+    assert len(ladder.points) == 4
+    for point in ladder.points:
+        rates = {name: rate.rate for name, rate in point.learning_rates.items()}
+        assert rates == {"rope": 0.02, "content": 0.08}
+        assert {run.name for run in point.comparison.runs} == {
+            (variant, seed) for variant in ("rope", "content") for seed in (1, 2)
+        }
+    tuned, *others = ladder.points
+    assert {seed for runs in tuned.tuning.values() for seed in [run.seed for run in runs.runs]} == {
+        9
+    }
+    # The grid was extended until the best rate was inside it.
+    rates = {run.variant for run in tuned.tuning["content"].runs}
+    assert rates == {"0.01", "0.02", "0.04", "0.08", "0.16"}
+    assert tuned.learning_rates["content"].taken_from is None
+    assert {point.learning_rates["content"].taken_from for point in others} == {tuned.name}
+    # 3 + 5 rates, and two variants with two seeds at four points.
+    assert len(training.seen) == len(set(training.seen)) == 8 + 16
+
+
+def test_a_best_rate_at_the_end_of_the_grid_is_an_error(recipe, tmp_path, fake):
+    training = fake({"rope": 0.005, "tape": 0.02})
+    with pytest.raises(ConfigError) as error:
+        climb(recipe, tmp_path / "out")
+    assert error.value.subject == "tuning.learning_rates"
+    assert "0.01 of rope" in error.value.problem
+    assert "0.005" in error.value.fix
+    # No run is reported, and what is finished is not repeated.
+    assert len(training.seen) == 6
+    climb(recipe, tmp_path / "out", "--extend-grid")
+    assert len(training.seen) == len(set(training.seen)) == 6 + 2 + 16
+    # The rates that were added count without the option, too.
+    assert climb(recipe, tmp_path / "out") == 0
+    assert len(training.seen) == 24
+
+
+def test_checked_sizes_try_half_and_twice_the_rate(content, tmp_path, fake):
+    content["tuning"]["checked_sizes"] = ["large"]
+    fake({"rope": 0.02, "tape": 0.02})
+    assert climb(write_recipe(content, tmp_path), tmp_path / "out") == 0
+    ladder = read_ladder(tmp_path / "out" / "ladder.json")
+    checked = [point for point in ladder.points if point.size == "large"]
+    assert [sorted(point.tuning) for point in checked] == [["content", "rope"], []]
+    assert {run.variant for run in checked[0].tuning["rope"].runs} == {"0.01", "0.02", "0.04"}
+    assert checked[0].learning_rates["rope"].taken_from == "small, 0.1 tokens per parameter"
+
+
+def test_an_interrupted_ladder_continues(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02}, interrupt_at=10)
+    assert climb(recipe, tmp_path / "out") == EXIT_RESTART
+    assert 6 < len(training.seen) < 22
+    ladder = read_ladder(tmp_path / "out" / "ladder.json")
+    assert sum(len(point.comparison.runs) for point in ladder.points) == len(training.seen) - 6
+    training.interrupt_at = None
+    assert climb(recipe, tmp_path / "out") == 0
+    assert len(training.seen) == len(set(training.seen)) == 22
+
+
+def test_a_ladder_continues_elsewhere_from_its_record(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.08})
+    climb(recipe, tmp_path / "out", "--extend-grid")
+    count = len(training.seen)
+    (tmp_path / "new").mkdir()
+    record = (tmp_path / "out" / "ladder.json").read_text()
+    (tmp_path / "new" / "ladder.json").write_text(record)
+    assert climb(recipe, tmp_path / "new") == 0
+    assert len(training.seen) == count
+    assert json.loads((tmp_path / "new" / "ladder.json").read_text()) == json.loads(record)
+
+
+def test_more_variants_add_runs(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02})
+    assert climb(recipe, tmp_path / "out", "--encodings=rope") == 0
+    assert len(training.seen) == 3 + 8
+    assert climb(recipe, tmp_path / "out") == 0
+    assert len(training.seen) == len(set(training.seen)) == 22
+
+
+def test_tasks_of_an_array_tune_first(recipe, tmp_path, fake, capsys):
+    training = fake({"rope": 0.02, "tape": 0.08})
+    output = tmp_path / "out"
+    assert climb(recipe, output, "--check") == 0
+    assert capsys.readouterr().out.startswith("2 tunings of learning rates (6 runs), 16 other runs")
+    with pytest.raises(ConfigError, match="^--only"):
+        climb(recipe, output, "--only=2")
+    assert climb(recipe, output, "--only=0") == 0
+    assert len(training.seen) == 3
+    assert climb(recipe, output, "--only=1", "--extend-grid") == 0
+    assert len(training.seen) == 3 + 5
+    for task in range(2, 18):
+        assert climb(recipe, output, f"--only={task}") == 0
+    assert len(training.seen) == len(set(training.seen)) == 24
+    with pytest.raises(ConfigError, match="^--only is 18"):
+        climb(recipe, output, "--only=18")
+    assert not (output / "ladder.json").exists()
+    assert climb(recipe, output, "--report-only") == 0
+    assert len(training.seen) == 24
+    assert (
+        sum(len(point.comparison.runs) for point in read_ladder(output / "ladder.json").points)
+        == 16
+    )
+
+
+def test_the_estimate_counts_the_runs_that_are_not_finished(recipe, tmp_path, fake):
+    fake({"rope": 0.02, "tape": 0.02})
+    ladder = plan_of(recipe, tmp_path / "out")
+    flops = sum(run.flops for run in ladder.runs)
+    hours = flops / 3e10 / 2 / 3600
+    expected = f"{flops:.2g} FLOPs of training, about {hours:.2g} hours on 2 CPU cores"
+    assert expected in ladder.estimate(2, None)
+    assert "hours" not in ladder.estimate(2, "unknown")
+    climb(recipe, tmp_path / "out", "--encodings=rope")
+    ladder = plan_of(recipe, tmp_path / "out")
+    done = sum(run.flops for run in ladder.runs if run not in ladder.unfinished)
+    # The 11 finished runs took 2 s each.
+    assert f"at {done / 22 / 1e9:,.0f} GFLOP/s" in ladder.estimate(2, None)
+
+
+CHANGES = {
+    "a typo": ({"seed": [1]}, "seed"),
+    "no baseline": ({"variants": {"rope": "rope"}}, "variants"),
+    "an unknown encoding": ({"variants": {"a": "rope", "b": "ropee"}}, "--encodings"),
+    "a rate of its own": ({"variants": {"a": "rope", "b": "rope+optimizer.lr=1"}}, "variants.b"),
+    "shared seeds": ({"seeds": [9]}, "tuning.seeds"),
+    "descending sizes": ({"sizes": {"large": LARGE, "small": SMALL}}, "tuning.sizes"),
+    "equal sizes": ({"sizes": {"small": SMALL, "other": SMALL}}, "sizes"),
+    "descending amounts": ({"tokens_per_parameter": [2.0, 1.0]}, "tokens_per_parameter"),
+    "an unknown setting": ({"settings": {"model.x": 1}}, "model.x"),
+    "an unknown recipe": ({"recipe": "missing"}, "recipe missing"),
+    "a task's size": (
+        {"tasks": {"copying": {"recipe": "compare/selective_copy", "sizes": ["x"]}}},
+        "tasks.copying.sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, key", CHANGES.values(), ids=CHANGES)
+def test_invalid_recipes_are_refused(content, tmp_path, change, key):
+    recipe = write_recipe({**content, **change}, tmp_path)
+    with pytest.raises(ConfigError) as error:
+        plan_of(recipe, tmp_path / "out")
+    assert key in error.value.subjects
+    assert not (tmp_path / "out").exists()
+
+
+TUNING_CHANGES = {
+    "steps of the grid": ({"learning_rates": [0.01, 0.03, 0.09]}, "tuning.learning_rates"),
+    "two rates": ({"learning_rates": [0.01, 0.02]}, "tuning.learning_rates"),
+    "an unknown size": ({"sizes": ["small", "x"]}, "tuning.sizes"),
+    "not the smallest size": ({"sizes": ["large"]}, "tuning.sizes"),
+    "an unknown amount": ({"tokens_per_parameter": [0.1, 7.0]}, "tuning.tokens_per_parameter"),
+    "an unknown checked size": ({"checked_sizes": ["x"]}, "tuning.checked_sizes"),
+}
+
+
+@pytest.mark.parametrize("change, key", TUNING_CHANGES.values(), ids=TUNING_CHANGES)
+def test_invalid_tunings_are_refused(content, tmp_path, change, key):
+    content["tuning"] |= change
+    with pytest.raises(ConfigError) as error:
+        plan_of(write_recipe(content, tmp_path), tmp_path / "out")
+    assert key in error.value.subjects
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--recipe=x"], ["--seeds=3"], ["--evaluation=x"], ["--encodings=alibi"], ["--jobs=0"]],
+)
+def test_options_that_do_not_apply_are_refused(recipe, tmp_path, options):
+    with pytest.raises(ConfigError):
+        climb(recipe, tmp_path / "out", *options)
+
+
+def test_the_recipe_of_the_repository_is_valid(tmp_path, monkeypatch):
+    """Its text does not exist, so another one is given."""
+    prefix = write_all(tmp_path) / "a"
+    path = ROOT / "pretrain" / "recipes" / "compare" / "ladder.yaml"
+    ladder = plan_ladder(
+        str(path),
+        tmp_path / "out",
+        overrides=[
+            f"--data.prefix={prefix}",
+            "--data.tokenizer=null",
+            f"--evaluation.perplexity.data={prefix}",
+        ],
+    )
+    assert list(ladder.variants)[0] == "rope"
+    assert len({point.size for point in ladder.points}) >= 3
+    # Sizes are named after their parameters.
+    for point in ladder.points:
+        assert f"{round(point.parameters / 1000)}k" == point.size
+
+
+def test_a_real_ladder(content, tmp_path, monkeypatch):
+    """Trained and evaluated by the programs; the page has a table of rates."""
+    monkeypatch.setattr(
+        compare,
+        "start_program",
+        lambda module, arguments, log, slot, **_: start_python(["-m", module, *arguments], log),
+    )
+    content["variants"] = {"rope": "rope", "alibi": "alibi"}
+    content["tokens_per_parameter"] = [0.1]
+    content["seeds"] = [1]
+    output = tmp_path / "out"
+    compare.main(
+        [f"--ladder={write_recipe(content, tmp_path)}", f"--output={output}", "--extend-grid"]
+    )
+    ladder = read_ladder(output / "ladder.json")
+    for point in ladder.points:
+        tasks = {score.task for run in point.comparison.runs for score in run.scores}
+        assert tasks == {"perplexity", TRAINING}
+        assert len(point.comparison.runs) == 2
+    page = (output / "report.html").read_text()
+    assert "alibi" in page
+    assert "0.02" in (output / "ladder.md").read_text()
