@@ -23,7 +23,7 @@ from megatron_tape.checkpoint.saved_settings import (
 from megatron_tape.config.schema import RunConfig, config_dict
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
-from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
+from megatron_tape.evaluation.statistics import Estimate, holm, paired_t
 from megatron_tape.evaluation.task import Task
 from megatron_tape.io.records import write_record
 from megatron_tape.planning.flops import flops_per_token
@@ -90,7 +90,7 @@ class VariantResult:
     variant: str
     values: dict[int, float]
     """Values by seed."""
-    difference: PairedTest | None
+    difference: Estimate | None
     """Test of the differences from the baseline with the same seeds; None for the baseline, or
     without common seeds.
     """

@@ -1,4 +1,4 @@
-"""95 % confidence intervals of scores, and a test of paired differences.
+"""95 % confidence intervals of scores, and tests of paired differences and of their trends.
 
 scipy is imported inside functions, since the import takes longer than all checks of a command.
 """
@@ -105,39 +105,99 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class PairedTest:
-    """Result of Student's paired t test: number and mean of the differences, 95 % interval of the
-    mean, p value.
+class Estimate:
+    """An estimated number, such as a mean or a slope, with its 95 % interval and the p value of
+    Student's t test.
 
-    `low`, `high` and `p` are None if there are fewer than two differences, or if all are equal.
+    `low`, `high` and `p` are None if there are too few values, or if they vary only by rounding.
     """
 
     count: int
-    mean: float
+    """Number of values behind the estimate."""
+    value: float
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    """Two-sided p value: the probability of a mean at least this far from 0 if the true mean is 0
-    and differences are normally distributed."""
+    """Two-sided p value: the probability of an estimate at least this far from 0 if the true number
+    is 0 and the values are normally distributed."""
 
 
-def paired_t(differences: Sequence[float]) -> PairedTest:
-    """Return Student's t test of whether the mean of `differences` (at least one) is zero."""
+def paired_t(differences: Sequence[float]) -> Estimate:
+    """Return the mean of `differences` (at least one), with Student's t test of whether it is
+    zero.
+    """
+    (estimate,) = pooled_t([differences])
+    return estimate
+
+
+def pooled_t(groups: Sequence[Sequence[float]]) -> list[Estimate]:
+    """Return the mean of each group of differences (at least one in each), with Student's t test of
+    whether it is zero.
+
+    The variance is assumed to be the same in all groups, and estimated from all of them. So a group
+    of two differences has a useful interval if there are several groups.
+    """
+    freedom = sum(len(group) - 1 for group in groups)
+    squares = sum(float(np.var(group)) * len(group) for group in groups)
+    # Without degrees of freedom, `squares` is 0, and no estimate has an interval.
+    deviation = math.sqrt(squares / max(1, freedom))
+    largest = max((abs(value) for group in groups for value in group), default=0.0)
+    return [
+        _estimate(
+            len(group),
+            float(np.mean(group)),
+            deviation / math.sqrt(len(group)),
+            freedom,
+            largest,
+        )
+        for group in groups
+    ]
+
+
+def linear_fit(values: Numbers, predictors: Sequence[Numbers]) -> list[Estimate] | None:
+    """Fit `values` (N,) as a constant plus a multiple of each of the `predictors`, (N,) each, by
+    ordinary least squares.
+
+    Returns the constant, which is the value where all predictors are 0, and then the slopes.
+    Returns None if the predictors do not determine them, such as if two are proportional or one
+    does not vary.
+    """
+    observed = np.asarray(values, dtype=np.float64)
+    design = np.column_stack((np.ones(len(observed)), *predictors))
+    if np.linalg.matrix_rank(design) < design.shape[1]:
+        return None
+    inverse = np.linalg.pinv(design)
+    coefficients = inverse @ observed
+    residuals = observed - design @ coefficients
+    freedom = len(observed) - design.shape[1]
+    deviation = math.sqrt(float(residuals @ residuals) / max(1, freedom))
+    # Of each coefficient, in multiples of the deviation of a value.
+    standard_errors = np.sqrt((inverse**2).sum(axis=1))
+    largest = float(np.abs(observed).max())
+    return [
+        _estimate(len(observed), float(coefficient), float(error * deviation), freedom, largest)
+        for coefficient, error in zip(coefficients, standard_errors)
+    ]
+
+
+def _estimate(
+    count: int, value: float, standard_error: float, freedom: int, largest: float
+) -> Estimate:
+    """Return an estimate with its interval and p value. `freedom` are the degrees of freedom of the
+    standard error, and `largest` is the largest absolute value of the data.
+    """
     from scipy.special import stdtr
 
-    count = len(differences)
-    mean = float(np.mean(differences))
-    # Differences that vary only by rounding count as equal.
-    if count < 2 or np.std(differences) <= 1e-12 * max(map(abs, differences)):
-        return PairedTest(count, mean)
-    standard_error = float(np.std(differences, ddof=1)) / math.sqrt(count)
-    half_width = t_quantile(count - 1) * standard_error
+    # Values that vary only by rounding count as equal.
+    if freedom < 1 or standard_error <= 1e-12 * largest:
+        return Estimate(count, value)
+    half_width = t_quantile(freedom) * standard_error
     # Both tails of the distribution.
-    p = 2 * float(stdtr(count - 1, -abs(mean / standard_error)))
-    return PairedTest(count, mean, mean - half_width, mean + half_width, p)
+    p = 2 * float(stdtr(freedom, -abs(value / standard_error)))
+    return Estimate(count, value, value - half_width, value + half_width, p)
 
 
-def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
+def holm(tests: Sequence[Estimate]) -> list[Estimate]:
     """Return the tests with p values corrected for multiple comparisons by Holm's method (1979).
     Tests without a p value stay as they are.
     """

@@ -86,11 +86,11 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     assert tape.mean == pytest.approx(2.3 / 3)
     assert tape.spread == pytest.approx(statistics.stdev([0.7, 0.7, 0.9]))
     # Differences 0.2, 0.1 and 0.2: t = 5 with two degrees of freedom; two variants are compared.
-    assert tape.difference.mean == pytest.approx(0.5 / 3)
+    assert tape.difference.value == pytest.approx(0.5 / 3)
     assert tape.difference.p == pytest.approx(2 * 0.037750, abs=2e-6)
     # Over the seeds of both.
     assert nope.difference.count == 2
-    assert nope.difference.mean == pytest.approx(-0.25)
+    assert nope.difference.value == pytest.approx(-0.25)
 
 
 def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():

@@ -159,9 +159,9 @@ def _cell(by_metric: ByMetric, subject: Score, variant: str) -> Cell:
     test = result.difference
     if test is None:
         return Cell(shown, result.mean)
-    detail = tables.shown_number(test.mean, decimals)
+    detail = tables.shown_number(test.value, decimals)
     # A positive difference has a plus sign, unless it is shown as 0, such as 0.00.
-    if test.mean > 0 and detail.strip("0."):
+    if test.value > 0 and detail.strip("0."):
         detail = f"+{detail}"
     if test.p is None:
         return Cell(shown, result.mean, detail)
