@@ -7,7 +7,7 @@ that finished runs are not repeated. This module imports no torch.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -225,9 +225,7 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
     reference = by_variant.get(baseline, {})  # values of the baseline by seed
     tests = {}
     for variant, values in by_variant.items():
-        differences = [
-            values[seed] - reference[seed] for seed in sorted(values) if seed in reference
-        ]
+        differences = paired_differences(values, reference)
         if differences and variant != baseline:
             tests[variant] = paired_t(differences)
 
@@ -237,6 +235,13 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
         VariantResult(variant, dict(sorted(values.items())), corrected.get(variant))
         for variant, values in by_variant.items()
     ]
+
+
+def paired_differences(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
+    """Return the differences between values and those of `reference` with the same seeds; both are
+    given by seed.
+    """
+    return [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
 
 
 def training_scores(config: RunConfig, run: Run) -> list[Score]:

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -285,15 +285,22 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     """Format the x axis for lengths in tokens: logarithmic, with ticks at no more than ten of the
     `lengths`.
     """
+    log_ticks(axes, lengths, length_name)
+    axes.set_xlabel("context length (tokens)")
+
+
+def log_ticks(axes: Axes, values: Iterable[int], name: Callable[[int], str]) -> None:
+    """Make the x axis logarithmic, with ticks at no more than ten of the `values`. `name` returns
+    the label of a value.
+    """
     from matplotlib.ticker import NullLocator
 
-    known = sorted(set(lengths))
+    known = sorted(set(values))
     # At least 1, since the step of a slice must not be 0.
     shown = known[:: math.ceil(len(known) / 10) or 1]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [length_name(length) for length in shown])
+    axes.set_xticks(shown, [name(value) for value in shown])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("context length (tokens)")
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:

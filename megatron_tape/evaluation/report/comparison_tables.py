@@ -17,7 +17,7 @@ from megatron_tape.evaluation.report import tables
 from megatron_tape.evaluation.report.findings import finding, first_measured
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.statistics import t_quantile
+from megatron_tape.evaluation.statistics import Estimate, t_quantile
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import named_scores, title_of
 from megatron_tape.huggingface.export.markdown import escape_markdown
@@ -141,35 +141,55 @@ def _decimals(by_metric: ByMetric, subject: Score) -> int | None:
 
 
 def _cell(by_metric: ByMetric, subject: Score, variant: str) -> Cell:
-    """Return a cell with the mean and the standard deviation of a variant, and below them the test
-    of its difference from the baseline.
-    """
+    """Return the cell of a variant's result in a metric."""
     by_variant = {result.variant: result for result in by_metric[subject]}
-    result = by_variant.get(variant)
+    decimals = _decimals(by_metric, subject)
+    return result_cell(by_variant.get(variant), decimals, ranks=subject.better != "neither")
+
+
+def result_cell(result: VariantResult | None, decimals: int | None, ranks: bool = True) -> Cell:
+    """Return a cell with the mean and the standard deviation of a variant, and below them the test
+    of its difference from the baseline; a dash for None.
+
+    `ranks` says whether the metric ranks variants.
+    """
     if result is None:
         return number(None)
 
-    decimals = _decimals(by_metric, subject)
     shown = tables.shown_number(result.mean, decimals)
     # A spread of 0 is left out for metrics that rank no variant, such as the number of parameters,
     # which does not depend on the seed.
-    if result.spread is not None and (result.spread > 0 or subject.better != "neither"):
+    if result.spread is not None and (result.spread > 0 or ranks):
         shown += f" \N{PLUS-MINUS SIGN} {tables.shown_number(result.spread, decimals)}"
 
     test = result.difference
     if test is None:
         return Cell(shown, result.mean)
-    detail = tables.shown_number(test.value, decimals)
+    is_significant = test.p is not None and test.p < SIGNIFICANT
+    return Cell(shown, result.mean, shown_estimate(test, decimals), strong=is_significant)
+
+
+def shown_estimate(estimate: Estimate, decimals: int | None) -> str:
+    """Return an estimated difference as text with its interval and, in a line of its own, its p
+    value. Interval and p value are left out if they are unknown.
+    """
+    shown = shown_difference(estimate.value, decimals)
+    if estimate.p is None:
+        return shown
+    interval = tables.interval(estimate.low, estimate.high, decimals)
+    return f"{shown} ({interval})\np {shown_p(estimate.p)}"
+
+
+def shown_difference(value: float, decimals: int | None) -> str:
+    """Return a difference as text with its sign."""
+    shown = tables.shown_number(value, decimals)
     # A positive difference has a plus sign, unless it is shown as 0, such as 0.00.
-    if test.value > 0 and detail.strip("0."):
-        detail = f"+{detail}"
-    if test.p is None:
-        return Cell(shown, result.mean, detail)
-    detail += f" ({tables.interval(test.low, test.high, decimals)})\np {_shown_p(test.p)}"
-    return Cell(shown, result.mean, detail, strong=test.p < SIGNIFICANT)
+    if value > 0 and shown.strip("0."):
+        return f"+{shown}"
+    return shown
 
 
-def _shown_p(p: float) -> str:
+def shown_p(p: float) -> str:
     """Return what follows `p` in a table, such as `= 0.03`."""
     if p < 0.0001:
         return "< 0.0001"

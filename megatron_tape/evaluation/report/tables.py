@@ -46,6 +46,8 @@ class Table:
     """For each row the name of its group, such as a metric, or nothing. Markdown shows it in a
     column.
     """
+    group_heading: str = "metric"
+    """Heading of that column."""
 
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
@@ -68,12 +70,13 @@ def table(
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     row_groups: Sequence[str] = (),
+    group_heading: str = "metric",
 ) -> Table:
     """Return a table without the columns that are empty in every row."""
     # A column such as the group or the length is empty if no score has one.
     filled = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
     kept = [list(compress(row, filled)) for row in rows]
-    return Table(caption, list(compress(columns, filled)), kept, row_groups)
+    return Table(caption, list(compress(columns, filled)), kept, row_groups, group_heading)
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
@@ -83,7 +86,7 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     """
     if any(shown.row_groups):
         rows = [[text(name), *row] for name, row in zip(shown.row_groups, shown.rows)]
-        shown = Table(shown.caption, ["metric", *shown.columns], rows)
+        shown = Table(shown.caption, [shown.group_heading, *shown.columns], rows)
     cells = [list(shown.columns)]
     for row in shown.rows:
         cells.append([_in_one_line(cell) for cell in row])
