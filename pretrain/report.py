@@ -3,9 +3,9 @@
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
 RUN is the directory of a training run: the page shows its curves and the evaluations in its
-directory `evaluation`. RESULTS is a results.json of pretrain.evaluate, a comparison.json of
-pretrain.compare, or the directory of either. The page is one HTML file that works without network
-access.
+directory `evaluation`. RESULTS is a results.json of pretrain.evaluate, a comparison.json or
+ladder.json of pretrain.compare, or the directory of one of them. The page is one HTML file that
+works without network access.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError
+from megatron_tape.evaluation import ladder_file
 from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.run.curves import METRICS
@@ -36,10 +37,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
-    """Write a page about runs, results and comparisons to `output`.
+    """Write a page about runs, results, comparisons and ladders to `output`.
 
     `paths` are directories of runs, results files or their directories. `missing` are the names of
-    a comparison's unfinished runs, which the page lists.
+    the unfinished runs of a comparison or ladder, which the page lists.
 
     Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading
     or writing fails.
@@ -53,8 +54,13 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
     from megatron_tape.evaluation.report.page import page, read_runs_and_results
 
     comparisons = []
+    ladders = []
     others = []
     for path in map(Path, paths):
+        ladder = path / ladder_file.NAME if path.is_dir() else path
+        if ladder.name == ladder_file.NAME and ladder.is_file():
+            ladders.append(ladder_file.read_ladder(ladder))
+            continue
         file = path / NAME if path.is_dir() else path
         # A run of a comparison also contains this file, but is shown as a run.
         if file.name == NAME and file.is_file() and not (path / METRICS).is_file():
@@ -63,12 +69,13 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
             others.append(path)
     runs, results = read_runs_and_results(others)
     # Generated text may contain lone surrogates, which UTF-8 cannot encode.
-    content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
+    content = page(runs, results, comparisons, missing, ladders).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
     print(
-        f"{output}: {counted(len(comparisons), 'comparison')}, {counted(len(runs), 'run')},"
-        f" {counted(len(results), 'evaluated model')}, {len(content) / 1e6:.1f} MB"
+        f"{output}: {counted(len(comparisons) + len(ladders), 'comparison')},"
+        f" {counted(len(runs), 'run')}, {counted(len(results), 'evaluated model')},"
+        f" {len(content) / 1e6:.1f} MB"
     )
 
 

@@ -1,4 +1,4 @@
-"""Read training runs, evaluation results and comparisons, and show them on one HTML page.
+"""Read training runs and evaluation results, and show them with comparisons on one HTML page.
 
 Text from files is cleaned and escaped when the page is rendered.
 """
@@ -20,7 +20,8 @@ from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings, png
-from megatron_tape.evaluation.report import comparison_tables
+from megatron_tape.evaluation.ladder_file import Ladder
+from megatron_tape.evaluation.report import comparison_tables, ladder_findings, ladder_tables
 from megatron_tape.evaluation.report.findings import finding, first_measured
 from megatron_tape.evaluation.report.tables import (
     Table,
@@ -138,15 +139,24 @@ def page(
     results: Mapping[str, Results],
     comparisons: Sequence[Comparison] = (),
     missing: Sequence[str] = (),
+    ladders: Sequence[Ladder] = (),
 ) -> str:
-    """Return an HTML page that shows runs, results (both by label) and comparisons.
+    """Return an HTML page that shows runs, results (both by label), comparisons and ladders.
 
-    `missing` names runs of the comparisons that are not finished.
+    `missing` names runs of the comparisons and ladders that are not finished.
     """
     sections = []
     comparable = []  # names of the tasks whose scores can be compared between models
     titles = []
     sentences = []
+    for ladder in ladders:
+        sections += [
+            Section(part.title, part.tables, draw(part.drawings), part.warnings, part.notes)
+            for part in ladder_tables.parts(ladder, missing)
+        ]
+        title, findings = ladder_findings.headline(ladder)
+        titles.append(title)
+        sentences += findings
     for comparison in comparisons:
         sections += _comparison_sections(comparison, missing)
         title, findings = comparison_tables.headline(comparison)
