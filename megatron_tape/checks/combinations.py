@@ -14,7 +14,7 @@ from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.names import KINDS
 from megatron_tape.model.shapes import lora_widths
 from megatron_tape.model.validation import validate_model
-from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
+from megatron_tape.ops.backends import DECAY, ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
 from megatron_tape.run.weights_and_biases import INSTALL, is_wandb_installed
 from megatron_tape.training.hooks import HOOKS
@@ -431,7 +431,7 @@ def _validate_shifted_sparse(config: RunConfig) -> None:
             " only one",
             "set it to full",
         )
-    if {SCORES, REFLECTIONS} & encoding_of(model).needs:
+    if {SCORES, REFLECTIONS, DECAY} & encoding_of(model).needs:
         raise ConfigError(
             ("extension.attention", "model.position_encoding"),
             f"is shifted_sparse, but model.position_encoding is {model.position_encoding}, whose"

@@ -42,6 +42,7 @@ ENCODING_COLORS = {
     "randpe": "#26009d",
     "path_fox": "#6e1d00",
     "sincos": "#1a1a1a",
+    "wall": "#a8b400",
 }
 """The color of each positional encoding in every picture. Readers with protanopia or deuteranopia
 can distinguish any two of them."""

@@ -11,6 +11,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
@@ -21,6 +22,7 @@ from megatron_tape.ops.backends import (
     GATE,
     POINTWISE,
     ROTATION,
+    SINK,
     WINDOW,
     lacks,
 )
@@ -103,11 +105,14 @@ def _simplified(x: AttentionInputs) -> AttentionInputs:
             factor_TB1D=None,
         )
     if x.log_gate_TBH is not None:
-        x = replace(x, bias=gates_as_bias(x.log_gate_TBH, x.bias))
+        has_sink = x.sink_H is not None
+        x = replace(x, bias=gates_as_bias(x.log_gate_TBH, x.bias, complete=has_sink))
     if x.bias is not None:
         x = replace(x, bias=x.bias.in_float32())
     if x.rescore is not None:
         x = replace(x, rescore=x.rescore.in_float32())
+    if x.sink_H is not None:
+        x = replace(x, sink_H=x.sink_H.to(torch.promote_types(x.sink_H.dtype, torch.float32)))
     return x
 
 
@@ -119,6 +124,7 @@ def _needs(x: AttentionInputs) -> Set[str]:
         POINTWISE: x.bias is not None and x.bias.score is not None,
         BIAS: x.bias is not None and x.bias.score is None,
         GATE: x.log_gate_TBH is not None,
+        SINK: x.sink_H is not None,
         WINDOW: x.window is not None,
     }
     if x.rescore is not None:
@@ -155,6 +161,7 @@ def _check(x: AttentionInputs) -> None:
         "z_TBGD": ({T}, {1, B}, {1, G}, {D}),
         "joined_TBGE": ({T}, {B}, {G}, {2 * D}),
         "log_gate_TBH": ({T}, {B}, {H}),
+        "sink_H": ({H},),
     }
     if x.rotate:
         allowed_sizes["factor_TB1D"] = ({T}, {1, B}, {1}, {D})

@@ -95,3 +95,12 @@ def split(x_SBHE: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
 
         return split_with_kernel(x_SBHE, widths)
     return x_SBHE.split(widths, dim=-1)
+
+
+def with_sink(scores_BHST: Tensor, sink_H: Tensor | None) -> Tensor:
+    """Return the scores, followed by those of the sink (B, H, S, T + 1) unless it is None."""
+    if sink_H is None:
+        return scores_BHST
+    B, _, S, _ = scores_BHST.shape
+    sinks = sink_H.to(scores_BHST.dtype)[:, None, None].expand(B, -1, S, 1)
+    return torch.cat([scores_BHST, sinks], dim=-1)

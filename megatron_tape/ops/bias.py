@@ -85,13 +85,20 @@ class Bias:
         return self.tile(rows, columns, *self.tensors)
 
 
-def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
+def gates_as_bias(
+    log_gate_TBH: Tensor,
+    bias: Bias | None = None,
+    complete: bool = False,
+) -> Bias:
     """Return forget gates f as a bias: the sum of log f_j over t < j <= s for query s and key t.
 
     This is equation 5 of the Forgetting Transformer (Lin et al., 2025). `log_gate_TBH` must be
     finite. It is summed in float64, so that differences between nearby tokens stay accurate in long
-    sequences; the returned bias is in at least float32. Tiles of at most `NEAR` queries omit a
-    constant per query (`Bias.left_out`). `bias` is added unless None.
+    sequences; the returned bias is in at least float32. `bias` is added unless None.
+
+    Tiles of at most `NEAR` queries omit a constant per query (`Bias.left_out`) unless `complete`.
+    It must be complete with a sink, which has no bias, so that softmax would not cancel the
+    constants.
     """
     # The bias is a difference of two cumulative sums, in which all tokens before the document
     # cancel.
@@ -117,7 +124,7 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         origin_low = low[..., rows.start, None]
         to_keys = (origin - of_key[..., columns]) + (origin_low - low[..., columns])
         gates = to_keys[..., None, :]
-        if rows.stop - rows.start > NEAR:
+        if complete or rows.stop - rows.start > NEAR:
             to_queries = (of_query[..., rows] - origin) + (low[..., rows] - origin_low)
             gates = gates + to_queries[..., None]
         if bias is None:
@@ -153,4 +160,4 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         # The functions above keep `bias`, and must not keep its tensors.
         bias = bias.without_tensors()
         pointwise = bias.score is not None
-    return Bias(tile, tensors, score if pointwise else None, left_out)
+    return Bias(tile, tensors, score if pointwise else None, None if complete else left_out)

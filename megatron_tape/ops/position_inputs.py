@@ -39,3 +39,5 @@ class PositionInputs:
     rescore: Rescore | None = None
     """Function that replaces the scores, whole rows at a time: those of a query and all its keys.
     """
+    sink_H: Tensor | None = None
+    """Logits (H,) of a sink, a key that all queries see and whose value is zero."""

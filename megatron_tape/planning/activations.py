@@ -19,7 +19,7 @@ rescaled after the update (`state_norm`) is kept next to that one tensor.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
+from megatron_tape.ops.backends import BIAS, DECAY, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.ops.backends.table import FLASH_ATTN_4_WIDE
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.plan import CALLED_TWICE, MASKING, Plan
@@ -464,4 +464,4 @@ def _needs_mask(plan: Plan, layer: int) -> bool:
         return False
     # If the encoding has one of these needs, attention has no mask tensor, or is estimated without
     # it.
-    return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS} & plan.encoding.needs
+    return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS, DECAY} & plan.encoding.needs

@@ -32,6 +32,7 @@ from megatron_tape.position.rope import RotaryPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
 from megatron_tape.position.tape import TapePosition
+from megatron_tape.position.wall import WallPosition
 from megatron_tape.position.xpos import XposPosition
 
 BUILT_IN: tuple[type[PositionEncoding], ...] = (
@@ -49,6 +50,7 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     RandomizedPosition,
     Reposition,
     PathFoxPosition,
+    WallPosition,
 )
 """All built-in encodings. Add the class of a new file here."""
 for _encoding in BUILT_IN:

@@ -40,11 +40,18 @@ CHANGES = {
     "randpe": {"randpe_range": 50},
     "repo": {"repo_width": 5},
     "path_fox": {"path_rank": 5, "fox_bias_start": 6.0},
+    "wall": {"wall_bias_start": 1.0},
+    "wall_with_all_parts": {
+        "position_encoding": "wall",
+        "wall_bias_start": 0.0,
+        "wall_scalar_gate": True,
+        "wall_sink": True,
+    },
 }
 
 
 def model_of(name, **changes):
-    return small_model(position_encoding=name, **(CHANGES.get(name, {}) | changes))
+    return small_model(**({"position_encoding": name} | CHANGES.get(name, {}) | changes))
 
 
 def built_and_moved(name, **settings):

@@ -45,6 +45,7 @@ _MODELING = Path(__file__).parents[1] / "modeling"
 # further imports.
 _IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
 _ENCODING_IMPORT = """from .encoding_tape import (
+    DECAY,
     REFLECTIONS,
     SCORES,
     Encoding,
@@ -67,10 +68,11 @@ _ENTRY = '''"""The positional encoding {name}, under the names that modeling_enc
 
 from .{interface} import SingleProcess, TokenCache
 from .{module} import {encoding} as Encoding
-from .{backends} import REFLECTIONS, SCORES
+from .{backends} import DECAY, REFLECTIONS, SCORES
 from .{some_layers} import in_some_layers, temperature
 
 __all__ = [
+    "DECAY",
     "REFLECTIONS",
     "SCORES",
     "Encoding",

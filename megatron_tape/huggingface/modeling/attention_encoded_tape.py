@@ -136,9 +136,10 @@ def attend_with_scores(
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, at least T) is
     boolean (True: attend) or additive. The queries are the last S of T tokens; attention is causal
     and, with `window`, restricted to the last `window` tokens. `positions` (`PositionInputs`)
-    changes the scores in up to three ways: `rescore` replaces them, `bias` is added, and so are the
-    sums of `log_gate_TBH`, the logarithms of forget gates. Each may be None. Bias and gates also
-    have the `earlier_tokens` whose keys were dropped; `rescore` requires the keys of all tokens.
+    changes the scores in up to four ways: `rescore` replaces them, `bias` is added, and so are the
+    sums of `log_gate_TBH`, the logarithms of forget gates; `sink_H` has the logit of a sink, which
+    takes a part of the weights. Each may be None. Bias and gates also have the `earlier_tokens`
+    whose keys were dropped; `rescore` requires the keys of all tokens.
     Computes at least in float32. Training recomputes blocks in the backward pass, and saves no
     S x T tensors.
     """
@@ -215,7 +216,11 @@ def attend_with_scores(
             scores = scores + additive
 
         # Queries at padding attend to no key; their averages must still be finite.
-        weights = scores.masked_fill(~attended, torch.finfo(dtype).min).softmax(-1)
+        scores = scores.masked_fill(~attended, torch.finfo(dtype).min)
+        if positions.sink_H is not None:
+            sinks = positions.sink_H.to(dtype)[:, None, None].expand(B, -1, r, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : k_BGtD.shape[2]]
         weights = F.dropout(weights, dropout)
         averages = (weights.view(B, G, H // G * r, -1) @ v[:, :, keys]).view(B, H, r, -1)
         if not with_weights:

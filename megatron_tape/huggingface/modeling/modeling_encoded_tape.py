@@ -23,6 +23,7 @@ from .cache_encoded_tape import EncodingCache, check_cache, use_encoded_layers
 from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import (
+    DECAY,
     REFLECTIONS,
     SCORES,
     Encoding,
@@ -183,7 +184,8 @@ class EncodedAttention(TapeAttention):
         window = self.config.window_of(self.layer_idx)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Without changes of scores, transformers' attention functions can be used.
-        if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
+        changes = (positions.bias, positions.log_gate_TBH, positions.rescore, positions.sink_H)
+        if all(change is None for change in changes):
             kwargs |= {"dropout": dropout, "scaling": self.scaling}
             averages, weights = attend_in_window(
                 self, query, key, value, attention_mask, window, **kwargs
@@ -369,7 +371,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         # For each layer, the window to which its cache is limited, or None.
         windows = [self.config.window_of(i) for i in range(depth)]
         # Such encodings compute the scores of all keys, so that all must be cached.
-        if self.encoding.needs & {SCORES, REFLECTIONS}:
+        if self.encoding.needs & {SCORES, REFLECTIONS, DECAY}:
             windows = [None] * depth
         use_encoded_layers(cache, windows)
         if cache is not None and (past_length := cache.get_seq_length()) > 0:

@@ -12,6 +12,8 @@ BIAS = "bias"
 GATE = "gate"
 SCORES = "scores"
 REFLECTIONS = "reflections"
+DECAY = "decay"
+SINK = "sink"
 WINDOW = "window"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
@@ -21,6 +23,8 @@ MEANINGS = {
     GATE: "lower the scores of keys with forget gates",
     SCORES: "compute scores that depend on all keys of a query",
     REFLECTIONS: "apply the reflections of all tokens between a key and a query",
+    DECAY: "lower the products of queries and keys channel by channel",
+    SINK: "give a part of the attention weights to a sink",
     WINDOW: "attend within a sliding window",
 }
 """Capabilities that a model may require, most of them for its positional encoding, with their
@@ -51,7 +55,7 @@ _HALF_AND_FP32 = (*_HALF, "fp32")
 BACKENDS = {
     "triton": Backend(_STATE_ONLY, _HALF_AND_FP32, (32, 64, 80, 96, 128)),
     "tiled": Backend(_ALL),
-    "torch": Backend(_ALL - {SCORES, REFLECTIONS}),
+    "torch": Backend(_ALL - {SCORES, REFLECTIONS, DECAY, SINK}),
     "torch_wide": Backend(_STATE_ONLY, _HALF, range(8, 65, 8)),
     "flash_attn": Backend(_STATE_ONLY, _HALF, range(8, 257, 8)),
     "flex": Backend(
@@ -60,7 +64,7 @@ BACKENDS = {
         range(16, 257, 8),
     ),
     "fla": Backend(
-        frozenset({ROTATION, GATE, REFLECTIONS, WINDOW}),
+        frozenset({ROTATION, GATE, REFLECTIONS, DECAY, SINK, WINDOW}),
         _HALF,
         range(16, 257, 8),
         # Its kernels for reflections have no window, those for gates do.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs, with_sink
 from megatron_tape.ops.visibility import causal_mask
 
 
@@ -39,7 +39,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         scores = scores + x.bias.of(tokens, slice(0, T))
 
     scores = scores.masked_fill(~seen, float("-inf"))
-    p = scores.softmax(-1).to(q.dtype)
+    p = with_sink(scores, x.sink_H).softmax(-1)[..., :T].to(q.dtype)
     averages = []
     for value in values:
         value_TBHD = value.repeat_interleave(heads_per_group, dim=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.attention_inputs import AttentionInputs, with_sink
 from megatron_tape.ops.visibility import causal_mask
 
 
@@ -32,6 +32,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     # keep the queries and keys before their rotation, too.
     bias = x.bias
     rescore = x.rescore
+    sink_H = x.sink_H
     S = len(q)
     bounds_2BT = None
     first_seen = [0] * S
@@ -70,7 +71,8 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         if bias is not None:
             scores = scores + bias.of(tokens, seen_tokens)
 
-        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = with_sink(scores.masked_fill(~seen, float("-inf")), sink_H)
+        p = scores.softmax(-1)[..., : keys.shape[2]]
         average_BHrE = _group_products(p, v_BGTE[:, :, seen_tokens])
         return average_BHrE.permute(2, 0, 1, 3).to(output_dtype)
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from megatron_tape.ops.backends import (
     AVERAGE,
     BIAS,
+    DECAY,
     GATE,
     POINTWISE,
     REFLECTIONS,
     SCORES,
+    SINK,
     WINDOW,
     lacks,
 )
@@ -37,7 +39,7 @@ PLAIN = "plain"
 AVERAGES = "averages"
 SCORED = "scored"
 """Kinds of attention: plain only rotates queries and keys, if at all; averages also averages the
-position state; scored changes the scores by a bias, gates, reflections or a `Rescore`."""
+position state; scored changes the scores by a bias, gates, a sink or a `Rescore`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Case:
     @property
     def kind(self) -> str:
         """The kind of attention that the encoding requires."""
-        if {POINTWISE, BIAS, GATE, SCORES, REFLECTIONS} & self.needs:
+        if {POINTWISE, BIAS, GATE, SCORES, REFLECTIONS, DECAY, SINK} & self.needs:
             return SCORED
         if AVERAGE in self.needs:
             return AVERAGES

@@ -9,7 +9,6 @@ Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (
 are the queries' own tokens), D head dimension.
 """
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,22 +17,25 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.backends.products import LOG2_E, DecayedProducts, Products, query_block
 from megatron_tape.ops.backends.rows import attend_by_rows
 from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.decay import Decay
 
 QUERIES = 128
 KEYS = 256
 """Rows and columns of a tile."""
-LOG2_E = 1 / math.log(2)
-"""log2(e), to compute exp(x) as exp2(x LOG2_E): on CPUs, exp2 takes a third of the time of exp."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are
     computed in fp32.
     """
-    # `Rescore` computes a score from all keys of a query, not only from those of a tile.
-    if x.rescore is not None:
+    log_decay = None
+    if isinstance(x.rescore, Decay):
+        log_decay = x.rescore.log_decay_TBHD
+    elif x.rescore is not None:
+        # It computes a score from all keys of a query, not only from those of a tile.
         return attend_by_rows(x, QUERIES)
 
     q, k, *values = (y.permute(1, 2, 0, 3) for y in x.prepared())
@@ -53,7 +55,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         bias,
         _Tiles(x),
     )
-    averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *bias_tensors)
+    averages = x.run(attend_in_tiles, q_BGRSD, k, log_decay, x.sink_H, *values, *bias_tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
 
@@ -72,6 +74,13 @@ class _Tiles:
         self.offset = T - self.S
         self.queries = self.keys[self.offset :]
         self.window = x.window
+        # The size of blocks of keys, and a token at which one starts.
+        self.block_of_keys = KEYS
+        self.origin = 0
+        if isinstance(x.rescore, Decay):
+            # `DecayedProducts` needs the same blocks of keys and of queries.
+            self.block_of_keys = QUERIES
+            self.origin = self.offset % QUERIES
 
         # Without documents, all sequences have the same masks.
         self.starts = None
@@ -94,9 +103,11 @@ class _Tiles:
         for start in range(0, self.S, QUERIES):
             stop = min(start + QUERIES, self.S)
             # The first visible key, rounded down to the start of a block of keys.
-            low = self.first_seen[start] // KEYS * KEYS
+            size = self.block_of_keys
+            low = (self.first_seen[start] - self.origin) // size * size + self.origin
             high = stop + self.offset
-            columns = [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
+            # The block before `origin` may be smaller.
+            columns = [slice(max(c, 0), min(c + size, high)) for c in range(low, high, size)]
             yield slice(start, stop), columns
 
     def add_bias(self, scores: Tensor, bias: Tensor) -> None:
@@ -167,8 +178,8 @@ class _TiledAttention(Function):
     """Maps q (B, G, R, S, D), k (B, G, T, D) and `value_count` values (B, G, T, E) to averages of
     the values, (B, G, R, S, E).
 
-    `tensors` are the values, then the tensors of `bias`. Scores are base-2 logarithms: they include
-    the factor LOG2_E.
+    `log_decay` (T, B, H, D) and `sink` (H,) may be None. `tensors` are the values, then the tensors
+    of `bias`. Scores are base-2 logarithms: they include the factor LOG2_E.
     """
 
     @staticmethod
@@ -179,13 +190,15 @@ class _TiledAttention(Function):
         tiles: _Tiles,
         q,
         k,
+        log_decay,
+        sink,
         *tensors,
     ):
         values = tensors[:value_count]
         bias_tensors = tensors[value_count:]
-        B, G, R, S, D = q.shape
+        B, G, R, S, _ = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        keys = k.flatten(0, 1).to(dtype)
+        products = _products(q, k, log_decay, dtype)
         value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
         widths = [v.shape[-1] for v in values]
 
@@ -199,15 +212,22 @@ class _TiledAttention(Function):
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
 
         for rows, blocks in tiles.blocks():
-            queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
+            products.start(rows)
             # For each query: its largest score so far, and relative to it the sum of its weights
             # and the weighted sum of the values.
-            largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
-            total = torch.zeros_like(largest)
-            averaged = queries.new_zeros(*queries.shape[:2], value.shape[-1])
+            row_count = R * (rows.stop - rows.start)
+            if sink is None:
+                largest = value.new_full((B * G, row_count, 1), float("-inf"))
+                total = torch.zeros_like(largest)
+            else:
+                # The sink is like a key whose value is zero.
+                sinks = sink.to(dtype).view(G, R, 1).expand(B, G, R, rows.stop - rows.start)
+                largest = sinks.reshape(B * G, row_count, 1) * LOG2_E
+                total = torch.ones_like(largest)
+            averaged = value.new_zeros(B * G, row_count, value.shape[-1])
 
             for columns in blocks:
-                scores = queries @ keys[:, columns].mT
+                scores = products.scores(columns)
                 if bias is not None:
                     tokens = tiles.of_tokens(rows)
                     tile = bias.tile(tokens, columns, *bias_tensors)
@@ -240,6 +260,8 @@ class _TiledAttention(Function):
         ctx.save_for_backward(
             q,
             k,
+            log_decay,
+            sink,
             lse,
             *values,
             *outputs,
@@ -253,17 +275,15 @@ class _TiledAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        q, k, lse, *rest = ctx.saved_tensors
+        q, k, log_decay, sink, lse, *rest = ctx.saved_tensors
         values = rest[: ctx.value_count]
         outputs = rest[ctx.value_count : 2 * ctx.value_count]
         bias_tensors = rest[2 * ctx.value_count :]
-        B, G, R, S, D = q.shape
+        B, G, R, _, _ = q.shape
         dtype = lse.dtype
         tiles = ctx.tiles
-        keys = k.flatten(0, 1).to(dtype)
+        products = _products(q, k, log_decay, dtype, with_gradients=True)
         value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
-        dq = torch.empty_like(q)
-        dk = torch.zeros_like(keys)
         dvalue = torch.zeros_like(value)
         # The gradient of the softmax subtracts the dot product of each output and its gradient,
         # (B, G, R, S).
@@ -274,14 +294,13 @@ class _TiledAttention(Function):
             bias = _BiasGradient(ctx.bias, bias_tensors, needed)
 
         for rows, blocks in tiles.blocks():
-            queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
-            gradient = torch.cat([_query_block(do, rows, dtype) for do in gradients], dim=-1)
+            products.start(rows)
+            gradient = torch.cat([query_block(do, rows, dtype) for do in gradients], dim=-1)
             row_lse = lse[:, :, :, rows].reshape(B * G, -1, 1)
             row_delta = delta[:, :, :, rows].reshape(B * G, -1, 1)
-            dqueries = torch.zeros_like(queries)
 
             for columns in blocks:
-                scores = queries @ keys[:, columns].mT
+                scores = products.scores(columns)
                 if bias is not None:
                     tile = bias.tile(tiles.of_tokens(rows), columns)
                     tiles.add_bias(scores, tile)
@@ -295,16 +314,16 @@ class _TiledAttention(Function):
                 ds.mul_(p)
                 if bias is not None:
                     bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
-                dqueries.baddbmm_(ds, keys[:, columns])
-                dk[:, columns].baddbmm_(ds.mT, queries)
+                products.add_gradient(ds, columns)
 
             if bias is not None:
                 bias.end(tiles.of_tokens(rows))
-            dqueries.mul_(D**-0.5)
-            dq[:, :, :, rows] = dqueries.view(B, G, R, -1, D).to(q.dtype)
+            products.end(rows)
 
-        # `dk` is a sum of products with `queries`, which include LOG2_E, unlike the scores of `ds`.
-        dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
+        dsink = None
+        if sink is not None:
+            weight_of_sink = (sink.to(dtype).view(G, R, 1) * LOG2_E - lse).exp2_()
+            dsink = -(weight_of_sink * delta).sum((0, 3)).flatten().to(sink.dtype)
         widths = [v.shape[-1] for v in values]
         dvalues = dvalue.view(B, G, k.shape[2], -1).split(widths, dim=-1)
         # The first three arguments, `value_count` to `tiles`, have no gradients.
@@ -312,11 +331,24 @@ class _TiledAttention(Function):
             None,
             None,
             None,
-            dq,
-            dk,
+            *products.gradients(),
+            dsink,
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
             *(bias.gradients if bias else ()),
         )
+
+
+def _products(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    dtype: torch.dtype,
+    with_gradients: bool = False,
+) -> Products | DecayedProducts:
+    """Return the products of queries and keys, with decays unless `log_decay` is None."""
+    if log_decay is None:
+        return Products(q, k, dtype, with_gradients)
+    return DecayedProducts(q, k, log_decay, dtype, with_gradients)
 
 
 def _exp2(x: Tensor) -> Tensor:
@@ -392,13 +424,3 @@ class _BiasGradient:
         for i, part in zip(self._learned, parts):
             if part is not None:
                 self.gradients[i] += part
-
-
-def _query_block(
-    x: Tensor,
-    rows: slice,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the block (B*G, R*rows, ...) of x (B, G, R, S, ...)."""
-    block = x[:, :, :, rows]
-    return block.flatten(0, 1).flatten(1, 2).to(dtype)
