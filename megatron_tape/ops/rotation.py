@@ -85,7 +85,39 @@ def _phases(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the result of `phases`, without a gradient."""
-    angles = p[..., None] * theta.double()
+    return _of_angles(p[..., None] * theta.double(), modulus, dtype)
+
+
+def phases_of_angles(angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(i angles), (..., D) in `dtype`, for angles (..., D/2) in float64.
+
+    Angles are reduced modulo 2 pi in float64, so that the error does not grow with them. Only the
+    result is saved for the backward pass; a rotation by it saves the same tensor.
+    """
+    return _PhasesOfAngles.apply(angles, dtype)
+
+
+class _PhasesOfAngles(Function):
+    """The differentiable form of `phases_of_angles`."""
+
+    @staticmethod
+    def forward(ctx, angles, dtype):
+        z = _of_angles(angles, 1.0, dtype)
+        ctx.save_for_backward(z)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        (z,) = ctx.saved_tensors
+        re, im = z.double().chunk(2, dim=-1)
+        dz_re, dz_im = dz.chunk(2, dim=-1)
+        # The derivative of exp(i a) by the angle a is i exp(i a).
+        return re * dz_im - im * dz_re, None
+
+
+def _of_angles(angles: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
+    """Return modulus * exp(i angles), (..., D) in `dtype`, for angles (..., D/2) in float64."""
     angles = torch.remainder(angles, 2 * math.pi)
     # Reduced angles are small, so sines and cosines in fp32 are exact enough.
     if dtype is not torch.float64:

@@ -29,6 +29,8 @@ from megatron_tape.position.randpe import RandomizedPosition
 from megatron_tape.position.registry import ENCODINGS, register
 from megatron_tape.position.repo import Reposition
 from megatron_tape.position.rope import RotaryPosition
+from megatron_tape.position.selective_rope import SelectiveRotaryPosition
+from megatron_tape.position.selective_rope_fox import SelectiveRotaryFoxPosition
 from megatron_tape.position.sincos import SinusoidalPosition
 from megatron_tape.position.t5 import T5Position
 from megatron_tape.position.tape import TapePosition
@@ -51,6 +53,8 @@ BUILT_IN: tuple[type[PositionEncoding], ...] = (
     Reposition,
     PathFoxPosition,
     WallPosition,
+    SelectiveRotaryPosition,
+    SelectiveRotaryFoxPosition,
 )
 """All built-in encodings. Add the class of a new file here."""
 for _encoding in BUILT_IN:

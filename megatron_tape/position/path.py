@@ -145,19 +145,21 @@ def _unit_w_and_beta(w_TBGD, betas_TBG, positions_TB, conv_GDK=None):
     """Return the unit vectors w (T, B, G, D) and beta (T, B, G), given the outputs of their
     projections.
     """
+    from torch.nn.functional import silu
+
     if conv_GDK is not None:
-        w_TBGD = short_convolution(w_TBGD, positions_TB, conv_GDK)
+        w_TBGD = silu(short_convolution(w_TBGD, positions_TB, conv_GDK))
     squares = w_TBGD.square().sum(-1, keepdim=True)
     return w_TBGD * (squares + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
 
 
 def short_convolution(x_TBGD, positions_TB, weight_GDK):
-    """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens, (T, B, G, D).
+    """Return a causal depthwise convolution of `x_TBGD` over tokens, (T, B, G, D).
 
     `weight_GDK` has K weights per channel; the last one applies to the token itself. If a token's
     position is less than n, the token n before it belongs to another document and is ignored.
     """
-    from torch.nn.functional import pad, silu
+    from torch.nn.functional import pad
 
     total = x_TBGD * weight_GDK[..., -1]
     count = len(x_TBGD)
@@ -167,4 +169,4 @@ def short_convolution(x_TBGD, positions_TB, weight_GDK):
         earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
         same_document = (positions_TB >= back)[:, :, None, None]
         total = total + earlier * weight_GDK[..., -1 - back] * same_document
-    return silu(total)
+    return total

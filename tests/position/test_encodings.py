@@ -47,6 +47,8 @@ CHANGES = {
         "wall_scalar_gate": True,
         "wall_sink": True,
     },
+    "selective_rope": {"selective_rope_bias": True},
+    "selective_rope_fox": {"selective_rope_rank": 5, "fox_bias_start": 6.0},
 }
 
 
