@@ -40,6 +40,10 @@ def cases(data):
         "tape": [],
         "rope": [option("model.position_encoding", "rope")],
         "path_fox": [option("model.position_encoding", "path_fox")],
+        "selective_rope_fox": [
+            option("model.position_encoding", "selective_rope_fox"),
+            *packed(data),
+        ],
         "learned": [option("model.position.increments", "learned")],
         "rope_signed": [
             option("model.position.increments", "signed"),

@@ -16,7 +16,8 @@ from megatron_tape.model.weights import unshard
 from megatron_tape.training.engine import Engine
 
 BUILT_IN = {
-    name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")
+    name: {"position_encoding": name}
+    for name in ("fire", "path", "cope", "fox", "repo", "randpe", "selective_rope")
 }
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
 # Named, since the estimate for `auto` is that of a GPU.

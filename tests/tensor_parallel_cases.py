@@ -46,6 +46,8 @@ VARIANTS = {
     "randpe": {"position_encoding": "randpe", "randpe_range": 50},
     "repo": {"position_encoding": "repo", "repo_width": 5},
     "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
+    "selective_rope": {"position_encoding": "selective_rope", "selective_rope_bias": True},
+    "selective_rope_fox": {"position_encoding": "selective_rope_fox", "selective_rope_rank": 5},
     "rope_learned_increments": {"position_encoding": "rope", "increments": "learned"},
     "tape_signed_some_layers": {"increments": "signed", "layers_without_positions": 2},
     "tape_learned_increments_unit": {"increments": "learned", "state_norm": "unit"},
@@ -54,7 +56,10 @@ VARIANTS = {
         for name in ("tape_window", "swan", "rope_scaled_full_layers", "tape_scaled_full_layers")
     },
 }
-COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
+COUNTED = {
+    name: {"position_encoding": name}
+    for name in ("tape", "rope", "fox", "path_fox", "selective_rope_fox")
+}
 COUNTED |= {
     f"{name}_learned": {"position_encoding": name, "increments": "learned"}
     for name in ("tape", "rope")
@@ -80,7 +85,7 @@ LORA_WITHOUT_SEQUENCE_PARALLEL = {
     "rope_lora": {"lora": LORA, "changes": ROPE},
     "rope_lora_alone": {"lora": LORA, "changes": ROPE, "trained": ("lora",)},
 }
-SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
+SHARING = ("tape", "path_fox", "repo", "selective_rope", "rope_learned_increments")
 """Encodings with parameters or positions per group."""
 OF_FOUR = (
     "tape",
@@ -90,6 +95,7 @@ OF_FOUR = (
     "fire",
     "path_fox",
     "repo",
+    "selective_rope",
     "rope_scaled_full_layers",
     "tape_scaled_full_layers",
 )
@@ -297,7 +303,7 @@ def cases():
     found["tape_shifted"] = Case(
         recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS}
     )
-    for name in ("swan", "tape_scaled_full_layers"):
+    for name in ("swan", "tape_scaled_full_layers", "selective_rope"):
         found[f"{name}_packed"] = Case(
             VARIANTS[name], recompute="selective", inputs={"documents": DOCUMENTS}
         )
@@ -324,7 +330,12 @@ def shared_groups():
     """Return the cases for context parallelism with key/value groups that the number of ranks does
     not divide.
     """
-    three = {"num_attention_heads": 12, "num_query_groups": 3, "kv_channels": 8}
+    three = {
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "num_query_groups": 3,
+        "kv_channels": 8,
+    }
     found = {"tape_of_one_group": Case({"num_query_groups": 1})}
     found |= {f"{name}_of_three_groups": Case(VARIANTS[name] | three) for name in SHARING}
     found["tape_shifted_of_three_groups"] = Case(three, shifted_sparse=True)

@@ -43,6 +43,8 @@ ENCODING_COLORS = {
     "path_fox": "#6e1d00",
     "sincos": "#1a1a1a",
     "wall": "#a8b400",
+    "selective_rope": "#8cb866",
+    "selective_rope_fox": "#4d0dff",
 }
 """The color of each positional encoding in every picture. Readers with protanopia or deuteranopia
 can distinguish any two of them."""

@@ -25,6 +25,8 @@ CHANGES = {
     "fire": {"fire_threshold": 3.0},
     "xpos": {"xpos_scale_base": 8.0},
     "cope": {"cope_max_position": 5},
+    "selective_rope": {"selective_rope_bias": True},
+    "selective_rope_fox": {"selective_rope_rank": 5},
 }
 LEARNED = {"increments": "learned"}
 VARIANTS = {

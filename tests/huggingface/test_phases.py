@@ -72,6 +72,7 @@ CASES = {
     # Positions 0, 2, 4, ..., also beyond the trained length.
     "randpe": ("randpe", {"randpe_range": 130}, FULL),
     "repo": ("repo", {"repo_first_layer": 2}, ["full", "full", None]),
+    "selective_rope": ("selective_rope", {}, [None] * 3),
     "rope_learned": ("rope_learned", {}, [None] * 3),
     "tape_signed": ("tape_signed", {}, [None, "none", None]),
     "local_theta": ("rope", {"rope_local_theta": 3.0} | MIXED, ["window", "full"] * 2),

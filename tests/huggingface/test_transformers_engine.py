@@ -66,7 +66,16 @@ SIZES = dict(
     pad_token_id=0,
 )
 WITH_GAPS = (*EXPORTS, "llama_biases", "phi3", "phi3_window")
-WITHOUT_GAPS = ("alibi", "sincos", "fire", "cope", "path_fox", "rope_learned", "tape_learned")
+WITHOUT_GAPS = (
+    "alibi",
+    "sincos",
+    "fire",
+    "cope",
+    "path_fox",
+    "selective_rope_fox",
+    "rope_learned",
+    "tape_learned",
+)
 """Encodings that need all tokens up to a position."""
 GROUPS = groups_of_tokens(POSITIONS, SIZES["vocab_size"])
 DENSE = every_token(POSITIONS, SIZES["vocab_size"])
@@ -315,7 +324,9 @@ def test_the_outputs_of_a_layer_are_the_inputs_of_the_next(engines, name):
         assert torch.equal(outputs.hidden_states, recorded)
 
     has_states = calls[1][0].position_state is not None
-    assert has_states == name.startswith(("tape", "encoded", "fire", "path", "rope"))
+    assert has_states == name.startswith(
+        ("tape", "encoded", "fire", "path", "rope", "selective_rope")
+    )
 
 
 def test_position_states_are_those_of_tape(engines):

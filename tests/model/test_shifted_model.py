@@ -17,6 +17,7 @@ SETTINGS = {
     "tape": {},
     "rope": {"position_encoding": "rope"},
     "repo": {"position_encoding": "repo"},
+    "selective_rope": {"position_encoding": "selective_rope"},
     "three_groups": {"num_query_groups": 3, "kv_channels": 8},
 }
 
@@ -59,6 +60,7 @@ def test_tokens_attend_only_within_their_segment():
         ("tape", False),
         ("tape", True),
         ("repo", True),
+        ("selective_rope", True),
         ("three_groups", True),
     ],
 )
