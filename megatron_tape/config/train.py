@@ -139,7 +139,7 @@ class TrainConfig:
     """Use only deterministic kernels, so that a run that is repeated on the same GPUs has the same
     losses. This makes training slower. Runs on CPUs are always deterministic. On GPUs, PyTorch has
     no deterministic kernel for the cumulative sums of model.position.increments (except fixed) and
-    of the encodings fox, path_fox and cope."""
+    of the encodings fox, path_fox, selective_rope, selective_rope_fox and cope."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing, which saves memory. full recomputes every layer in the backward
     pass, a third more computation. selective stores the output of attention and recomputes the rest

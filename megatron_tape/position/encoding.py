@@ -246,6 +246,10 @@ class PositionEncoding:
     absolute positions, false if it depends only on distances. A class that overrides a method of
     `FROM_POSITIONS` must set it."""
 
+    sums_over_tokens: ClassVar[bool] = False
+    """Whether the rotation of a token depends on all tokens before it, as running sums do, and not
+    only on its own position and content. A subclass may define a property instead."""
+
     def __init__(
         self,
         model: ModelConfig,

@@ -150,6 +150,11 @@ class RotaryPosition(PositionEncoding):
         return "plain"
 
     @property
+    def sums_over_tokens(self) -> bool:
+        """True if positions are running sums of learned increments."""
+        return self.learns_increments
+
+    @property
     def learns_increments(self) -> bool:
         """Whether position increments depend on the tokens' content."""
         return self.settings.increments != "fixed"

@@ -74,6 +74,7 @@ class SelectiveRotaryPosition(PositionEncoding):
     Settings = SelectiveRotarySettings
     needs = frozenset({ROTATION})
     restarts_in_documents = True
+    sums_over_tokens = True
 
     def check(self):
         """Raise ConfigError if the hidden states cannot be split into one slice per group."""

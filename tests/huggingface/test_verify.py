@@ -571,6 +571,8 @@ def test_without_a_checkpoint_config_json_counts(tmp_path):
         ("alibi", {}, 6),
         ("fox", {}, 6),
         ("cope", {}, 6),
+        ("tape_signed", {}, 6),
+        ("selective_rope", {}, 6),
         # Positions below the trained length only.
         ("randpe", {}, 9),
     ],

@@ -120,8 +120,7 @@ class Verification:
         sequences may have gaps.
         """
         encoding = encoding_of(self.trained.model)
-        increments = getattr(self.trained.model.position, "increments", "fixed")
-        return encoding.needs <= {ROTATION, AVERAGE} and increments == "fixed"
+        return encoding.needs <= {ROTATION, AVERAGE} and not encoding.sums_over_tokens
 
     def short_sequence(self, beyond_windows: bool) -> Sequence:
         """Return the short sequence with a group of tokens at each position. With `beyond_windows`,
