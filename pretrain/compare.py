@@ -28,8 +28,9 @@ from pathlib import Path
 from megatron_tape import command_line
 from megatron_tape.command_line import log
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
-from megatron_tape.evaluation import ladder_file
 from megatron_tape.evaluation.comparison_file import NAME, write_comparison
+from megatron_tape.evaluation.ladder_file import NAME as LADDER
+from megatron_tape.evaluation.ladder_file import write_ladder
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
@@ -412,13 +413,20 @@ def _conclude_ladder(ladder: LadderPlan) -> None:
 
     Does nothing if no run is finished.
     """
+    from megatron_tape.evaluation.figures import clean
+    from megatron_tape.evaluation.report.ladder_tables import markdown
+
     # Other processes, such as tasks of a job array, may have finished runs.
     ladder.collect()
-    results = ladder.results()
     if not ladder.write_comparisons():
         return
-    ladder_file.write_ladder(ladder.output / ladder_file.NAME, results)
-    print(f"{len(ladder.unfinished)} runs are not finished")
+    results = ladder.results()
+    write_ladder(ladder.output / LADDER, results)
+    missing = [run.name for run in ladder.unfinished]
+    write_whole(ladder.output / "ladder.md", [markdown(results, missing).encode()])
+    # `clean` replaces control characters, which a terminal could interpret.
+    print(markdown(results, missing, clean))
+    report.write_report([ladder.output], ladder.output / "report.html", missing)
 
 
 if __name__ == "__main__":

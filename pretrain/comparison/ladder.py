@@ -54,8 +54,8 @@ VALIDATION_LOSS = "validation loss"
 MOST_RATES = 16
 """Maximum number of rates of a grid, extended rates included."""
 CORE_FLOPS = 3e10
-"""FLOP/s of a CPU core, for estimates before any run is finished. With small models, a server's core
-has 20 to 60 GFLOP/s."""
+"""FLOP/s of a CPU core, for estimates before any run is finished. A server's core reaches 20 to 60
+GFLOP/s with small models."""
 GPU_FRACTION = 0.2
 """Fraction of a GPU's peak for these estimates."""
 Seeds = Annotated[list[Annotated[int, Bounds(ge=1)]], Bounds(min_length=1)]

@@ -242,8 +242,8 @@ def rates_table(ladder: Ladder) -> Table:
     )
     if any(rate.taken_from for point in ladder.points for rate in point.learning_rates.values()):
         caption += (
-            " A rate taken from a point with fewer tokens is the rate there times the ratio of the"
-            f" numbers of tokens to the power of \N{MINUS SIGN}{ladder.rate_exponent:g}."
+            " A point without tuning takes the rate of the largest tuned size that is not larger"
+            " and, there, of the largest tuned amount of text that is not larger."
         )
     columns = ["variant", "rate", *map(_shown_rate, rates)]
     return tables.table(caption, columns, rows, groups, "point")
