@@ -514,18 +514,23 @@ def plan_ladder(
         UserError: the recipe or the settings of a run are invalid, or settings differ from those of
             existing results.
     """
-    path = find_recipe(recipe)
-    values = read_yaml(path, dict[str, Any])
-    config = build(LadderConfig, values, fix=f"add {{key}} to {path}")
+    config = read_config(recipe)
     try:
-        variants = _variants(config, names)
-        points = _points(config, next(iter(variants.values())), output, overrides)
+        variants = named_variants(config, names)
+        points = points_of(config, next(iter(variants.values())), output, overrides)
         _check_tuning(config, points)
     except ConfigError as error:
-        raise error.at(path) from None
+        raise error.at(recipe) from None
     if (output / NAME).is_file():
         _restore(read_ladder(output / NAME), output)
     return LadderPlan(config, variants, points, output)
+
+
+def read_config(recipe: str) -> LadderConfig:
+    """Read a ladder's recipe, given as a path or a name. Raises UserError if it is invalid."""
+    path = find_recipe(recipe)
+    values = read_yaml(path, dict[str, Any])
+    return build(LadderConfig, values, fix=f"add {{key}} to {path}")
 
 
 def with_rate(variant: Variant, rate: float) -> Variant:
@@ -540,15 +545,15 @@ def rate_text(rate: float) -> str:
 
 def tuning_directory(point: Path, name: str) -> Path:
     """Return the directory of the comparison of a variant's learning rates."""
-    return point / "tuning" / parse_directory(name)
+    return point / "tuning" / directory_name(name)
 
 
-def parse_directory(name: str) -> str:
-    """Return the name of a size, an amount of text, a task or a variant as that of a directory."""
+def directory_name(name: str) -> str:
+    """Return a directory for the name of a size, an amount of text, a task or a variant."""
     return "".join(letter if letter.isalnum() or letter in "._-+=" else "-" for letter in name)
 
 
-def _variants(config: LadderConfig, names: Sequence[str] | None) -> dict[str, Variant]:
+def named_variants(config: LadderConfig, names: Sequence[str] | None) -> dict[str, Variant]:
     """Return the variants to compare by name, in the order of the recipe."""
     for name in names or ():
         if name not in config.variants:
@@ -573,7 +578,7 @@ def _variants(config: LadderConfig, names: Sequence[str] | None) -> dict[str, Va
     return variants
 
 
-def _points(
+def points_of(
     config: LadderConfig, baseline: Variant, output: Path, overrides: Sequence[str]
 ) -> list[Point]:
     """Return the points in ascending order: by size, then by amount of text; tasks come last."""
@@ -633,7 +638,7 @@ def _point(
     warmup_fraction: float = 0.0,
 ) -> Point:
     """Return a point. `amount`, in tokens per parameter, determines the number of steps."""
-    directory = output / parse_directory(size) / parse_directory(training)
+    directory = output / directory_name(size) / directory_name(training)
     config = base_config([*recipe, *baseline.arguments], directory)
     parameters = parameter_count(config.model, kinds=set(KINDS) - {"embeddings", "output"})
     if amount is not None:
@@ -741,7 +746,7 @@ def _restore(ladder: Ladder, output: Path) -> None:
     results already, so that a ladder from another machine continues.
     """
     for point in ladder.points:
-        directory = output / parse_directory(point.size) / parse_directory(point.training)
+        directory = output / directory_name(point.size) / directory_name(point.training)
         labels = {}
         for name, rate in point.learning_rates.items():
             labels[name] = f"{ladder.variants[name]}+{RATE}={rate_text(rate.rate)}"
