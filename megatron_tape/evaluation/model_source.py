@@ -19,6 +19,7 @@ from megatron_tape.config.sections import as_dict
 from megatron_tape.data.tokenizer import (
     Tokenizer,
     TokenizerRecord,
+    load_run_tokenizer,
     load_tokenizer,
     tokenizer_record,
 )
@@ -329,7 +330,7 @@ def model_of_run(config: RunConfig) -> ModelSource:
     run = Path(config.logging.directory)
     return ModelSource(
         run,
-        info_of_run(config),
+        info_of_run(config, load_run_tokenizer(config)),
         run={"settings": config_dict(config), "step": config.train.steps},
         default_output=run / "evaluation",
     )

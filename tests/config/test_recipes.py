@@ -15,7 +15,7 @@ from plans import RECIPES, recipe
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import config_dict
-from megatron_tape.evaluation.model_source import model_of_run
+from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.position import BUILT_IN, encoding_of
 from pretrain import evaluate
@@ -148,7 +148,7 @@ def test_the_evaluation_in_the_recipe_of_a_synthetic_task_matches_its_training(n
     (command,) = re.findall(r"#\s+python -m pretrain.evaluate (.*)", text)
     options, (task,) = evaluate.read_command(shlex.split(command))
     assert options.model == config.logging.directory
-    task.check(model_of_run(config).info)
+    task.check(info_of_run(config))
     if task.name == "addition":
         assert task.settings.digits == generator.digits
     else:
