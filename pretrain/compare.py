@@ -20,6 +20,7 @@ import argparse
 import fcntl
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -422,7 +423,9 @@ def _conclude_ladder(ladder: LadderPlan) -> None:
         return
     results = ladder.results()
     write_ladder(ladder.output / LADDER, results)
-    missing = [run.name for run in ladder.unfinished]
+    # A ladder has too many runs to name each of them.
+    counts = Counter(run.where for run in ladder.unfinished)
+    missing = [f"{counted(count, 'run')} ({where})" for where, count in counts.items()]
     write_whole(ladder.output / "ladder.md", [markdown(results, missing).encode()])
     # `clean` replaces control characters, which a terminal could interpret.
     print(markdown(results, missing, clean))

@@ -19,6 +19,7 @@ from megatron_tape.evaluation.report.ladder_tables import (
     cost_table,
     markdown,
     parts,
+    points_table,
     rate_warnings,
     rates_table,
     results_table,
@@ -115,7 +116,7 @@ def ladder_of(effects, seeds=(1, 2), sizes=SIZES, budgets=BUDGETS, multiples=(1,
                 )
             )
     variants = {name: VARIANTS.get(name, "tape") for name in effects}
-    return Ladder(variants, 0.3, points)
+    return Ladder(variants, points)
 
 
 def tuning(best, seed=101):
@@ -343,7 +344,7 @@ def test_tasks_have_a_table_and_a_sentence():
         "fox": lambda number: 0.3,
         "nope": lambda number: 0.4,
     }
-    ladder = Ladder({name: name for name in accuracies}, 0.3, recall_points(accuracies))
+    ladder = Ladder({name: name for name in accuracies}, recall_points(accuracies))
     assert loss_series(ladder) == []
     series = task_series(ladder)["recall"]
     # Only the first metric that ranks variants.
@@ -370,15 +371,18 @@ def test_the_table_of_rates_marks_the_chosen_one_and_names_the_origin_of_others(
     first, second, *_ = ladder.points
     first.tuning.update({"rope": tuning(best=0.002), "tape": tuning(best=0.004)})
     first.learning_rates["tape"] = LearningRate(0.004)
-    second.learning_rates["tape"] = LearningRate(0.00264, taken_from=first.name)
+    second.learning_rates["rope"] = LearningRate(0.002, taken_from=first.name)
+    second.learning_rates["tape"] = LearningRate(0.004, taken_from=first.name)
     table = rates_table(ladder)
     assert table.columns == ["variant", "rate", "0.001", "0.002", "0.004"]
     rows = cells_of(table)
     point = "4M, 5 tokens per parameter"
     assert rows[0] == [point, "rope", "0.002|tuned here", "3.1000", "3.0000|chosen", "3.2000"]
     assert rows[1] == [point, "tape", "0.004|tuned here", "3.3000", "3.2000", "3.0000|chosen"]
-    assert rows[3][1:3] == ["tape", f"0.00264|from {point}"]
-    assert "to the power of −0.3." in table.caption
+    # The other point has no row of its own.
+    assert second.name not in {row[0] for row in rows}
+    origins = [row[4].text for row in points_table(ladder).rows]
+    assert origins[:2] == ["tuned here", f"from {point}"]
     (warning,) = rate_warnings(ladder)
     assert warning.endswith(f": tape at {point}.")
 
@@ -387,7 +391,6 @@ def test_a_ladder_whose_rates_are_those_of_the_recipe_says_nothing_of_tuning():
     ladder = ladder_of({"rope": nothing, "tape": nothing})
     table = rates_table(ladder)
     assert table.columns == ["variant", "rate"]
-    assert "to the power" not in table.caption
     for point in ladder.points:
         point.learning_rates.clear()
     assert "Learning rates" not in [part.title for part in parts(ladder)]

@@ -11,7 +11,7 @@ from megatron_tape.evaluation.comparison_file import (
     VariantResult,
     results_by_metric,
 )
-from megatron_tape.evaluation.ladder_file import Ladder
+from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
 from megatron_tape.evaluation.report import comparison_tables, tables
 from megatron_tape.evaluation.report.comparison_tables import (
     SIGNIFICANT,
@@ -220,7 +220,9 @@ def rates_table(ladder: Ladder) -> Table:
         for variant in ladder.variants:
             chosen = point.learning_rates.get(variant)
             by_rate = losses.get((point.name, variant), {})
-            if chosen is None and not by_rate:
+            is_taken = chosen is None or chosen.taken_from is not None
+            # The table of points says where a point without tuning takes its rates from.
+            if is_taken and not by_rate:
                 continue
             used = number(None)
             if chosen is not None:
@@ -240,11 +242,6 @@ def rates_table(ladder: Ladder) -> Table:
         "The learning rate of each variant, and the mean validation loss of each rate that was"
         " tried, with seeds that are not compared."
     )
-    if any(rate.taken_from for point in ladder.points for rate in point.learning_rates.values()):
-        caption += (
-            " A point without tuning takes the rate of the largest tuned size that is not larger"
-            " and, there, of the largest tuned amount of text that is not larger."
-        )
     columns = ["variant", "rate", *map(_shown_rate, rates)]
     return tables.table(caption, columns, rows, groups, "point")
 
@@ -281,16 +278,29 @@ def points_table(ladder: Ladder) -> Table:
             text(point.training),
             number(point.parameters, decimals=0),
             number(point.tokens, decimals=0),
+            text(_origin_of_rates(point)),
             number(len(point.comparison.runs), decimals=0),
         ]
         for point in ladder.points
     ]
     caption = (
         f"The points. Parameters are those of {ladder.baseline} without the embedding and the"
-        " output layer; tokens are those of the training."
+        " output layer; tokens are those of the training. A point without tuning takes the learning"
+        " rates of the largest tuned size that is not larger and, there, of the largest tuned"
+        " amount of text that is not larger."
     )
-    columns = ["size", "training", "parameters", "tokens", "finished runs"]
+    columns = ["size", "training", "parameters", "tokens", "learning rates", "finished runs"]
     return tables.table(caption, columns, rows)
+
+
+def _origin_of_rates(point: LadderPoint) -> str:
+    """Return where a point's learning rates come from, such as `from small, copying`."""
+    for rate in point.learning_rates.values():
+        if rate.taken_from is not None:
+            return f"from {rate.taken_from}"
+    if point.tuning:
+        return "tuned here"
+    return ""
 
 
 def cost_table(ladder: Ladder) -> Table:
