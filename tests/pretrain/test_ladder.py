@@ -254,6 +254,15 @@ def test_tasks_of_an_array_tune_first(recipe, tmp_path, fake, capsys):
     )
 
 
+def test_an_interrupted_tuning_of_an_array_is_to_be_restarted(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02}, interrupt_at=1)
+    assert climb(recipe, tmp_path / "out", "--only=0") == EXIT_RESTART
+    assert len(training.seen) < 3
+    training.interrupt_at = None
+    assert climb(recipe, tmp_path / "out", "--only=0") == 0
+    assert len(training.seen) == len(set(training.seen)) == 3
+
+
 def test_the_estimate_counts_the_runs_that_are_not_finished(recipe, tmp_path, fake):
     fake({"rope": 0.02, "tape": 0.02})
     ladder = plan_of(recipe, tmp_path / "out")

@@ -1,8 +1,10 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_tape.evaluation.comparison_file import read_comparison
+from megatron_tape.evaluation.ladder_file import read_ladder
 
 RECIPE = """
 model:
@@ -18,6 +20,16 @@ evaluation:
   every: 150
   selective_copy: {copied: 4, symbols: 4, blanks: {IID: 4}, samples: 20}
 logging: {interval: 1, sample_tokens: 0, tensorboard: false}
+"""
+# The best learning rate is about 0.04, at the end of the grid.
+LADDER = """
+recipe: tiny.yaml
+settings: {data.prefix: data/a}
+variants: {rope: rope, tape: tape}
+sizes: {small: {model.hidden_size: 16}}
+tokens_per_parameter: [0.3]
+tuning: {learning_rates: [0.04, 0.08, 0.16], seeds: [9]}
+seeds: [1]
 """
 
 
@@ -53,3 +65,38 @@ def test_a_comparison_array_completes_after_preemption_and_writes_the_page(clust
     wrong = cluster.run(script, *given, "--train.stepz", "3", check=False)
     assert wrong == ""
     assert cluster.run("squeue", "--noheader") == ""
+
+
+@pytest.mark.slow
+def test_the_arrays_of_a_ladder_stop_without_a_learning_rate_and_continue(cluster, inputs):
+    """The first tuning fails, since its best rate is at the end of the grid: the second array is
+    cancelled. With --extend-grid, all jobs complete.
+    """
+    shutil.copytree(inputs, cluster.work, dirs_exist_ok=True)
+    (cluster.work / "ladder.yaml").write_text(LADDER)
+
+    def submit(*options):
+        """Submit a ladder, and return the line about its runs and the IDs of its jobs."""
+        script = f"{cluster.work}/repo/slurm/compare.sh"
+        arguments = ["--ladder", "ladder.yaml", "--output", "out", *options]
+        described, *jobs = cluster.run(script, *arguments).splitlines()
+        return described, [line.split()[2].rstrip(",") for line in jobs]
+
+    described, (tunings, runs, report) = submit("--encodings", "rope")
+    assert described.startswith("1 tuning of learning rates (3 runs), 1 other run, 0 finished")
+    assert cluster.wait(tunings) == "FAILED", cluster.log(tunings)
+    assert cluster.wait(runs) == "CANCELLED", cluster.log(runs)
+    assert cluster.wait(report) == "FAILED", cluster.log(report)
+    assert "ends at the best rate: 0.04 of rope" in cluster.log(report)
+    assert "rope" in (cluster.work / "out" / "ladder.md").read_text()
+
+    described, (tunings, runs, report) = submit("--extend-grid")
+    assert described.startswith("2 tunings of learning rates (6 runs), 2 other runs, 3 finished")
+    for job in (tunings, runs, report):
+        assert cluster.wait(job) == "COMPLETED", cluster.log(job)
+    (point,) = read_ladder(cluster.work / "out" / "ladder.json").points
+    assert {run.variant for run in point.comparison.runs} == {"rope", "tape"}
+    for name, rate in point.learning_rates.items():
+        rates = sorted(float(run.variant) for run in point.tuning[name].runs)
+        assert rates[0] < rate.rate < rates[-1]
+        assert rates[-3:] == [0.04, 0.08, 0.16]

@@ -10,6 +10,7 @@ import sys
 import venv
 
 import pytest
+import yaml
 from cluster import REPOSITORY
 
 SBATCH = """#!/bin/bash
@@ -27,6 +28,15 @@ CHAIN = [*TRAINING, "--model.position_encoding=rope", "--extend", *EXTENSION]
 EVALUATION = ["--evaluate", "perplexity", "--perplexity.data", "a", "--perplexity.lengths", "[8]"]
 JOB_SCRIPTS = ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "preprocess.sh"]
 COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--output=out"]
+LADDER = {
+    "recipe": RECIPE,
+    "settings": {"data.prefix": "a"},
+    "variants": {"rope": "rope", "tape": "tape"},
+    "sizes": {"small": {"model.hidden_size": 16}, "large": {"model.hidden_size": 32}},
+    "tokens_per_parameter": [0.1, 0.2],
+    "tuning": {"learning_rates": [0.01, 0.02, 0.04], "seeds": [9], "sizes": ["small"]},
+    "seeds": [1, 2],
+}
 
 
 @pytest.fixture
@@ -135,6 +145,53 @@ def test_a_dry_run_of_several_jobs_prints_their_commands(submit):
         assert commands[0][1:3] == ["--gpus=1", "--array=0-2%2"]
         assert commands[1][1] == "--dependency=afterany:JOB1"
         assert "--at-once" not in output
+
+
+def test_a_ladder_has_an_array_of_tunings_and_one_of_the_other_runs(submit, tmp_path):
+    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(LADDER, sort_keys=False))
+    ladder = ["--ladder", "ladder.yaml", "--extend-grid", "--output=out"]
+    status, submitted, output = submit(
+        "compare.sh", "--dry-run", "--at-once", "2", "--sbatch", "--gpus=1", *ladder
+    )
+    assert (status, submitted) == (0, None), output
+    lines = output.splitlines()
+    # The runs: two variants at four points with two seeds.
+    expected = "2 tunings of learning rates (6 runs), 16 other runs, 0 finished, output in out"
+    assert lines[0] == expected
+    assert lines[2::2] == [
+        "tunings job JOB1",
+        "runs    job JOB2, after JOB1",
+        "report  job JOB3, after JOB2",
+    ]
+    script = [f"{REPOSITORY}/slurm/compare.sh", *ladder]
+    dependency = ["--dependency=afterok:JOB1", "--kill-on-invalid-dep=yes"]
+    report = ["--dependency=afterany:JOB2", "--output=slurm-%x-%j.out"]
+    assert [shlex.split(line)[1:] for line in lines[1::2]] == [
+        ["--gpus=1", "--array=0-1%2", *script],
+        ["--gpus=1", *dependency, "--array=2-17%2", *script],
+        [*report, *script],
+    ]
+
+    # The first array must not run if the second one cannot be submitted.
+    status, _, output = submit("compare.sh", *ladder, FAILS_AT="42")
+    assert status == 1
+    assert "cancelled those that were: 41\n" in output
+
+
+@pytest.mark.parametrize("size, message", [(17, "task 17 would be the last one"), (18, None)])
+def test_an_array_with_more_tasks_than_slurm_allows_is_refused(submit, tmp_path, size, message):
+    """The last task of the second array has the number 17."""
+    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(LADDER, sort_keys=False))
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'MaxArraySize            = {size}'\n")
+    scontrol.chmod(0o755)
+    status, submitted, output = submit("compare.sh", "--ladder=ladder.yaml", "--output=out")
+    if message is None:
+        assert status == 0, output
+    else:
+        assert (status, submitted) == (1, None)
+        assert message in output
+        assert f"MaxArraySize of this cluster is {size}" in output
 
 
 @pytest.mark.parametrize("script", [*JOB_SCRIPTS, "run_all.sh"])
