@@ -67,7 +67,7 @@ class SelectiveRotaryPosition(PositionEncoding):
     With F = D/2 frequencies, the parameters are `phase_weight` (G, C/G, F), whose columns are
     normalized, and `phase_scale` (G,), by which they are multiplied, or `phase_down` (rank, C) and
     `phase_up` (G F, rank); `conv` (G, F, width); `step_bias` (G, F); `phase_gate` (G, C) and
-    `phase_gate_bias` (G,). As in the authors' training, scales and biases have no weight decay.
+    `phase_gate_bias` (G,). Scales and biases have no weight decay.
     """
 
     name = "selective_rope"
