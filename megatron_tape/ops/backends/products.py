@@ -6,6 +6,7 @@ queries' own tokens), D head dimension.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,12 +74,16 @@ class Products:
 
 
 class DecayedProducts:
-    """The same with decays of channels (`ops.decay`).
+    """The same with decays of channels (`ops.decay`); `blocks` are the blocks of keys.
 
-    Blocks of keys must be those of queries; blocks of cached keys may be smaller. A tile off the
-    diagonal multiplies queries by exp(P - P_b), where b is the block's first query, keys by exp(P_e
-    - P), where e is the last key, and then the queries by exp(P_b - P_e). No exponent is positive.
-    A tile on the diagonal has one anchor, the middle of the block.
+    From the first query on, these must be the blocks of queries. P are the running sums of the
+    decays; exponents are at most 0 but for tiles on the diagonal:
+
+    - On the diagonal, the anchor is the middle m of the block: queries are multiplied by exp(P -
+      P_m), and keys are divided by it.
+    - Off the diagonal, queries are multiplied by exp(P - P_b), where b is the first query of the
+      block, keys by exp(P_e - P), where e is the last key of its block, and the queries of each
+      tile by exp(P_b - P_e).
     """
 
     def __init__(
@@ -86,87 +91,100 @@ class DecayedProducts:
         q_BGRSD: Tensor,
         k_BGTD: Tensor,
         log_decay_TBHD: Tensor,
+        blocks: list[slice],
         dtype: torch.dtype,
         with_gradients: bool = False,
     ):
-        S = q_BGRSD.shape[3]
-        R = q_BGRSD.shape[2]
         self._q = q_BGRSD
         self._k = k_BGTD
         self._log_decay = log_decay_TBHD
         self._dtype = dtype
         self._scale = q_BGRSD.shape[-1] ** -0.5
-        self._offset = k_BGTD.shape[2] - S
-        self._smallest = math.log2(torch.finfo(dtype).smallest_normal) / 3
-        """The smallest exponent of a factor. The product of the three factors of a tile is then a
-        normal number, and factors that are this small do not change a score."""
-        self._sums_ATD = (running_sums(log_decay_TBHD) * LOG2_E).flatten(0, 1)
-        self._keys_ATD = k_BGTD.repeat_interleave(R, dim=1).flatten(0, 1).to(dtype)
-        self._far_keys: dict[int, Tensor] = {}
-        """The keys of each block, multiplied by their factors off the diagonal, by the block's
-        start."""
+        self._offset = k_BGTD.shape[2] - q_BGRSD.shape[3]
+        self._smallest = torch.finfo(dtype).smallest_normal ** (1 / 3)
+        """The smallest factor off the diagonal. The product of a tile's three factors is then a
+        normal number, and products that are this small do not change a score."""
+        self._keys = k_BGTD.repeat_interleave(q_BGRSD.shape[2], dim=1).flatten(0, 1).to(dtype)
+        sums = running_sums(log_decay_TBHD).mul_(LOG2_E).flatten(0, 1)
+        self._blocks = {tokens.start: self._block(tokens, sums[:, tokens]) for tokens in blocks}
         self._with_gradients = with_gradients
         if with_gradients:
             self._dq = torch.empty_like(q_BGRSD)
-            self._dk = torch.zeros_like(self._keys_ATD)
-            self._dfar_keys = torch.zeros_like(self._keys_ATD)
-            self._dsums = torch.zeros_like(self._keys_ATD)
+            self._dk = torch.zeros_like(self._keys)
+            self._dfar_keys = torch.zeros_like(self._keys)
+            self._dsums = torch.zeros_like(self._keys)
+
+    def _block(self, tokens: slice, sums: Tensor) -> "_Block":
+        """Return the factors of a block of tokens, given its running sums (A, c, D) as base-2
+        logarithms in float64.
+        """
+        middle = sums[:, sums.shape[1] // 2, None]
+        first = sums[:, :1]
+        last = sums[:, -1:]
+        factors = (sums - middle).to(self._dtype).exp2_()
+        of_far_queries = factors * (middle - first).to(self._dtype).exp2_()
+        of_far_keys = (last - middle).to(self._dtype).exp2_() / factors
+        of_far_keys.clamp_(min=self._smallest)
+        return _Block(
+            tokens,
+            factors,
+            of_far_queries.clamp_(min=self._smallest),
+            of_far_keys,
+            self._keys[:, tokens] * of_far_keys,
+            first.clone(),
+            last.clone(),
+        )
 
     def start(self, rows: slice) -> None:
         """Start a block of queries."""
-        tokens = slice(rows.start + self._offset, rows.stop + self._offset)
-        sums = self._sums_ATD[:, tokens]
-        count = sums.shape[1]
-        self._tokens = tokens
-        self._first = sums[:, :1]
-        self._middle = sums[:, count // 2, None]
-        self._far_factors = self._exp2(sums - self._first)
-        self._near_factors = self._exp2_exactly(sums - self._middle)
+        block = self._blocks[rows.start + self._offset]
+        self._block_of_queries = block
         queries = query_block(self._q, rows, self._dtype) * (self._scale * LOG2_E)
-        self._queries = queries.view(-1, count, queries.shape[-1])
-        self._far_queries = self._queries * self._far_factors
+        self._queries = queries.view_as(block.factors)
+        self._far_queries = self._queries * block.of_far_queries
         if self._with_gradients:
             self._dqueries = torch.zeros_like(self._queries)
             self._dfar_queries = torch.zeros_like(self._queries)
 
     def scores(self, columns: slice) -> Tensor:
         """Return the scores of the block's queries and these keys."""
-        sums = self._sums_ATD[:, columns]
-        if columns.start == self._tokens.start:
-            self._tile_queries = self._queries * self._near_factors
-            self._tile_keys = self._keys_ATD[:, columns] * self._exp2_exactly(self._middle - sums)
+        own = self._block_of_queries
+        if columns == own.tokens:
+            self._tile_queries = self._queries * own.factors
+            self._tile_keys = self._keys[:, columns] / own.factors
             # Products of masked pairs may overflow, and infinities of both signs are NaN.
             scores = (self._tile_queries @ self._tile_keys.mT).tril_()
         else:
-            if columns.start not in self._far_keys:
-                factors = self._exp2(sums[:, -1:] - sums)
-                self._far_keys[columns.start] = self._keys_ATD[:, columns] * factors
-            self._tile_keys = self._far_keys[columns.start]
-            self._tile_factors = self._exp2(self._first - sums[:, -1:])
+            block = self._blocks[columns.start]
+            exponents = (own.first - block.last).to(self._dtype)
+            self._tile_factors = exponents.exp2_().clamp_(min=self._smallest)
             self._tile_queries = self._far_queries * self._tile_factors
+            self._tile_keys = block.far_keys
             scores = self._tile_queries @ self._tile_keys.mT
         # The rows of all heads of a group follow each other, (B*G, R*rows, columns).
-        return scores.view(self._k.shape[0] * self._k.shape[1], -1, scores.shape[-1])
+        B, G = self._k.shape[:2]
+        return scores.view(B * G, -1, scores.shape[-1])
 
     def add_gradient(self, ds: Tensor, columns: slice) -> None:
         """Add the gradients of the block's queries and these keys, given that of the scores without
         the factor LOG2_E.
         """
-        ds = ds.view(len(self._tile_keys), -1, ds.shape[-1])
+        ds = ds.view(len(self._keys), -1, ds.shape[-1])
         dqueries = ds @ self._tile_keys
-        if columns.start == self._tokens.start:
-            self._dqueries.addcmul_(dqueries, self._near_factors)
-            factors = self._exp2_exactly(self._middle - self._sums_ATD[:, columns])
-            self._dk[:, columns].addcmul_(ds.mT @ self._tile_queries, factors)
+        own = self._block_of_queries
+        if columns == own.tokens:
+            self._dqueries.addcmul_(dqueries, own.factors)
+            self._dk[:, columns].addcdiv_(ds.mT @ self._tile_queries, own.factors)
         else:
             self._dfar_queries.addcmul_(dqueries, self._tile_factors)
             self._dfar_keys[:, columns].baddbmm_(ds.mT, self._tile_queries)
 
     def end(self, rows: slice) -> None:
         """Store the gradient of a block of queries."""
-        self._dqueries.addcmul_(self._dfar_queries, self._far_factors)
-        # The gradient of P_i is q_i dL/dq_i for queries and -k_i dL/dk_i for keys.
-        self._dsums[:, self._tokens].addcmul_(self._queries, self._dqueries, value=1 / LOG2_E)
+        own = self._block_of_queries
+        self._dqueries.addcmul_(self._dfar_queries, own.of_far_queries)
+        # The gradient of P is q dL/dq for queries and -k dL/dk for keys.
+        self._dsums[:, own.tokens].addcmul_(self._queries, self._dqueries, value=1 / LOG2_E)
         self._dqueries.mul_(self._scale)
         gradient = self._dq[:, :, :, rows]
         gradient.copy_(self._dqueries.view_as(gradient))
@@ -174,29 +192,34 @@ class DecayedProducts:
     def gradients(self) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and the logarithms of the decays."""
         B, G, R, _, _ = self._q.shape
-        for start, keys in self._far_keys.items():
-            columns = slice(start, start + keys.shape[1])
-            sums = self._sums_ATD[:, columns]
-            factors = self._exp2(sums[:, -1:] - sums)
-            self._dk[:, columns].addcmul_(self._dfar_keys[:, columns], factors)
+        for block in self._blocks.values():
+            tokens = block.tokens
+            self._dk[:, tokens].addcmul_(self._dfar_keys[:, tokens], block.of_far_keys)
         # The products with `_tile_queries` include LOG2_E, unlike `ds`.
         self._dk.div_(LOG2_E)
-        self._dsums.addcmul_(self._keys_ATD, self._dk, value=-1)
+        self._dsums.addcmul_(self._keys, self._dk, value=-1)
         # A decay is part of the sums of its own and all later tokens.
         dlog_decay = self._dsums.double().flip(1).cumsum(1).flip(1)
         dlog_decay = dlog_decay.unflatten(0, (B, G * R)).permute(2, 0, 1, 3)
         dk = self._dk.unflatten(0, (B, G, R)).sum(2)
         return self._dq, dk.to(self._k.dtype), dlog_decay.to(self._log_decay.dtype)
 
-    def _exp2_exactly(self, exponents: Tensor) -> Tensor:
-        """Return the factors 2^x for exponents in float64."""
-        return exponents.to(self._dtype).exp2_()
 
-    def _exp2(self, exponents: Tensor) -> Tensor:
-        """Return the factors 2^x for exponents in float64, with those below `_smallest` raised to
-        it.
-        """
-        return exponents.to(self._dtype).clamp_(min=self._smallest).exp2_()
+@dataclass(frozen=True)
+class _Block:
+    """The factors of a block of c tokens in `DecayedProducts`, (A, c, D) unless stated otherwise."""
+
+    tokens: slice
+    factors: Tensor
+    """Factors on the diagonal of queries, by which keys are divided."""
+    of_far_queries: Tensor
+    of_far_keys: Tensor
+    """Factors off the diagonal."""
+    far_keys: Tensor
+    """The keys, multiplied by `of_far_keys`."""
+    first: Tensor
+    last: Tensor
+    """The sums of the first and the last token, (A, 1, D), in float64."""
 
 
 def query_block(

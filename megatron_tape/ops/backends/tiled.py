@@ -98,6 +98,16 @@ class _Tiles:
         """Return the slice of the T tokens to which the queries `rows` belong."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
+    def blocks_of_keys(self) -> list[slice]:
+        """Return all blocks of keys."""
+        T = len(self.keys)
+        size = self.block_of_keys
+        starts = range(self.origin, T, size)
+        blocks = [slice(start, min(start + size, T)) for start in starts]
+        if self.origin > 0:
+            blocks.insert(0, slice(0, self.origin))
+        return blocks
+
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yield each block of queries, and the blocks of keys to which they attend."""
         for start in range(0, self.S, QUERIES):
@@ -198,7 +208,7 @@ class _TiledAttention(Function):
         bias_tensors = tensors[value_count:]
         B, G, R, S, _ = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        products = _products(q, k, log_decay, dtype)
+        products = _products(q, k, log_decay, tiles, dtype)
         value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
         widths = [v.shape[-1] for v in values]
 
@@ -282,7 +292,7 @@ class _TiledAttention(Function):
         B, G, R, _, _ = q.shape
         dtype = lse.dtype
         tiles = ctx.tiles
-        products = _products(q, k, log_decay, dtype, with_gradients=True)
+        products = _products(q, k, log_decay, tiles, dtype, with_gradients=True)
         value = torch.cat(values, dim=-1).flatten(0, 1).to(dtype)
         dvalue = torch.zeros_like(value)
         # The gradient of the softmax subtracts the dot product of each output and its gradient,
@@ -342,13 +352,14 @@ def _products(
     q: Tensor,
     k: Tensor,
     log_decay: Tensor | None,
+    tiles: _Tiles,
     dtype: torch.dtype,
     with_gradients: bool = False,
 ) -> Products | DecayedProducts:
     """Return the products of queries and keys, with decays unless `log_decay` is None."""
     if log_decay is None:
         return Products(q, k, dtype, with_gradients)
-    return DecayedProducts(q, k, log_decay, dtype, with_gradients)
+    return DecayedProducts(q, k, log_decay, tiles.blocks_of_keys(), dtype, with_gradients)
 
 
 def _exp2(x: Tensor) -> Tensor:
