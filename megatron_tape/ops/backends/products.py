@@ -104,8 +104,10 @@ class DecayedProducts:
         self._smallest = torch.finfo(dtype).smallest_normal ** (1 / 3)
         """The smallest factor off the diagonal. The product of a tile's three factors is then a
         normal number, and products that are this small do not change a score."""
-        self._keys = k_BGTD.repeat_interleave(q_BGRSD.shape[2], dim=1).flatten(0, 1).to(dtype)
-        sums = running_sums(log_decay_TBHD).mul_(LOG2_E).flatten(0, 1)
+        # The keys of each query head.
+        k_BGRTD = k_BGTD[:, :, None].expand(-1, -1, q_BGRSD.shape[2], -1, -1)
+        self._keys = k_BGRTD.flatten(0, 2).to(dtype)
+        sums = running_sums(log_decay_TBHD).flatten(0, 1)
         self._blocks = {tokens.start: self._block(tokens, sums[:, tokens]) for tokens in blocks}
         self._with_gradients = with_gradients
         if with_gradients:
@@ -115,15 +117,13 @@ class DecayedProducts:
             self._dsums = torch.zeros_like(self._keys)
 
     def _block(self, tokens: slice, sums: Tensor) -> "_Block":
-        """Return the factors of a block of tokens, given its running sums (A, c, D) as base-2
-        logarithms in float64.
-        """
+        """Return the factors of a block of tokens, given its running sums (A, c, D) in float64."""
         middle = sums[:, sums.shape[1] // 2, None]
         first = sums[:, :1]
         last = sums[:, -1:]
-        factors = (sums - middle).to(self._dtype).exp2_()
-        of_far_queries = factors * (middle - first).to(self._dtype).exp2_()
-        of_far_keys = (last - middle).to(self._dtype).exp2_() / factors
+        factors = self._exp(sums - middle)
+        of_far_queries = factors * self._exp(middle - first)
+        of_far_keys = self._exp(last - middle) / factors
         of_far_keys.clamp_(min=self._smallest)
         return _Block(
             tokens,
@@ -156,8 +156,7 @@ class DecayedProducts:
             scores = (self._tile_queries @ self._tile_keys.mT).tril_()
         else:
             block = self._blocks[columns.start]
-            exponents = (own.first - block.last).to(self._dtype)
-            self._tile_factors = exponents.exp2_().clamp_(min=self._smallest)
+            self._tile_factors = self._exp(own.first - block.last).clamp_(min=self._smallest)
             self._tile_queries = self._far_queries * self._tile_factors
             self._tile_keys = block.far_keys
             scores = self._tile_queries @ self._tile_keys.mT
@@ -198,11 +197,16 @@ class DecayedProducts:
         # The products with `_tile_queries` include LOG2_E, unlike `ds`.
         self._dk.div_(LOG2_E)
         self._dsums.addcmul_(self._keys, self._dk, value=-1)
-        # A decay is part of the sums of its own and all later tokens.
-        dlog_decay = self._dsums.double().flip(1).cumsum(1).flip(1)
+        # A decay is part of the sums of its own and all later tokens: all sums but the earlier ones.
+        up_to_token = self._dsums.cumsum(1, dtype=torch.float64)
+        dlog_decay = self._dsums - up_to_token.sub_(up_to_token[:, -1:].clone())
         dlog_decay = dlog_decay.unflatten(0, (B, G * R)).permute(2, 0, 1, 3)
         dk = self._dk.unflatten(0, (B, G, R)).sum(2)
         return self._dq, dk.to(self._k.dtype), dlog_decay.to(self._log_decay.dtype)
+
+    def _exp(self, exponents: Tensor) -> Tensor:
+        """Return the exponentials of natural logarithms in float64."""
+        return exponents.to(self._dtype).mul_(LOG2_E).exp2_()
 
 
 @dataclass(frozen=True)
