@@ -173,10 +173,13 @@ def download(paths: Sequence[str]) -> None:
 
     Raises NetworkError if that fails.
     """
-    import huggingface_hub
-
     # A match for each file of the Hub: its groups are the dataset, the commit and the path.
     matches = list(filter(None, map(_REMOTE.fullmatch, paths)))
+    # Machines that only read local files may lack the package.
+    if not matches:
+        return
+    import huggingface_hub
+
     for name, commit in revisions(paths).items():
         files = [match[3] for match in matches if match[1] == name]
         command_line.log(

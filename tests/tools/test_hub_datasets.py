@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -10,6 +11,7 @@ import pytest
 from fake_hub import serve
 from tool_runs import read_pair, write_lines
 
+from megatron_tape.data import hub as data_hub
 from megatron_tape.data.origins import read_origin
 
 CARD = b"""---
@@ -120,6 +122,14 @@ def test_a_streamed_and_a_downloaded_dataset_are_the_same(preprocess, hub, expec
     ]
     for prefix in ("streamed", "downloaded"):
         assert read_origin(tmp_path / prefix)["source"]["inputs"] == names
+
+
+def test_local_files_need_no_package_of_the_hub(monkeypatch):
+    # `import huggingface_hub` now raises ModuleNotFoundError.
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    data_hub.download(["corpus.jsonl"])
+    with pytest.raises(ModuleNotFoundError):
+        data_hub.download(["hf://datasets/me/texts@abc/train.parquet"])
 
 
 def test_an_existing_output_is_refused_before_the_download(preprocess, hub, tmp_path):
