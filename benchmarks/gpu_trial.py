@@ -77,6 +77,7 @@ PARTS = (
     Part("two-ranks", "train on two ranks that share the GPU", 45, 120),
     Part("commands", "train, kill, continue, evaluate, extend, export and generate", 40, 120),
     Part("sanitizer", "run kernels under compute-sanitizer, if it is installed", 20, 60),
+    Part("ladder", "train the largest model that fits with RoPE, TAPE, Wall and FoX", 240, 480),
 )
 
 

@@ -250,6 +250,19 @@ def commands(record: Record, options: argparse.Namespace) -> None:
             print(f"{name}: {outcome}", flush=True)
 
 
+def ladder(record: Record, options: argparse.Namespace) -> None:
+    """Train the largest model that the time allows with RoPE, TAPE, Wall and FoX."""
+    from benchmarks.environment import quiet_libraries
+    from benchmarks.trial_ladder import FULL, TOY, train_ladder
+
+    # The last seconds are for writing the record.
+    deadline = time.monotonic() + options.seconds - 10
+    quiet_libraries()
+    setup = TOY if options.toy else FULL
+    with tempfile.TemporaryDirectory(prefix="gpu-trial-ladder-") as folder:
+        train_ladder(Path(folder), setup, record, deadline)
+
+
 def sanitizer(record: Record, options: argparse.Namespace) -> None:
     """Run kernels that use shared memory under compute-sanitizer, if it is installed and there is a
     GPU.
@@ -311,6 +324,7 @@ PARTS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
     "two-ranks": two_ranks,
     "commands": commands,
     "sanitizer": sanitizer,
+    "ladder": ladder,
 }
 
 

@@ -8,15 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from test_wheels import write_wheel
 
-from benchmarks import gpu_trial, trial_commands, trial_parts
+from benchmarks import gpu_trial, trial_commands, trial_ladder, trial_parts
 from benchmarks.gpu_trial import PARTS, Part, problems, summary
 from benchmarks.kernel_cases import Case, run_cases
 from megatron_tape.errors import UserError
+from megatron_tape.model.names import MATRICES
+from megatron_tape.planning.parameters import parameter_count
+from pretrain import compare
+from pretrain.comparison.planned_runs import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -199,6 +206,98 @@ def test_commands_that_fail_or_lack_a_package_do_not_stop_the_others(monkeypatch
     assert set(outcomes.values()) == {"passed"}
 
 
+@pytest.fixture
+def ladder(monkeypatch, tmp_path):
+    """Return a function that trains the ladder without training anything, with the given minutes
+    and a function that returns the seconds of a step, given a variant and its number of layers. It
+    returns the results and the numbers of layers of the models that were trained.
+    """
+    trained = []
+
+    def plan(options, overrides):
+        settings = dict(text[2:].split("=", 1) for text in overrides)
+        train = SimpleNamespace(steps=int(settings["train.steps"]))
+        model = SimpleNamespace(num_layers=int(settings["model.num_layers"]))
+        config = SimpleNamespace(train=train, model=model)
+        return SimpleNamespace(
+            runs=[
+                SimpleNamespace(variant=SimpleNamespace(label=name), config=config, result=None)
+                for name in options.encodings.split(",")
+            ]
+        )
+
+    def train(arguments):
+        layers = next(text for text in arguments if text.startswith("--model.num_layers="))
+        trained.append(int(layers.partition("=")[2]))
+        return 0
+
+    def climb(minutes, step_seconds):
+        monkeypatch.setattr(
+            trial_ladder,
+            "_step_seconds",
+            lambda run, _: step_seconds(run.variant.label, run.config.model.num_layers),
+        )
+        record = []
+        deadline = time.monotonic() + 60 * minutes
+        results = SimpleNamespace(write=record.append)
+        trial_ladder.train_ladder(tmp_path, trial_ladder.FULL, results, deadline)
+        return record[-1], trained
+
+    score = SimpleNamespace(metric="validation loss", value=3.0)
+    finished = SimpleNamespace(runs=[SimpleNamespace(scores=[score])])
+    monkeypatch.setattr(trial_ladder, "make_dataset", lambda *_: None)
+    monkeypatch.setattr(trial_ladder, "initialize_distributed", lambda: None)
+    monkeypatch.setattr(trial_ladder, "make_plan", plan)
+    monkeypatch.setattr(trial_ladder.compare, "main", train)
+    monkeypatch.setattr(trial_ladder, "read_comparison", lambda _: finished)
+    return climb
+
+
+def test_the_ladder_trains_the_largest_size_that_fits(ladder):
+    """At 27 and 15 million parameters, four runs would take more than eight minutes."""
+    found, trained = ladder(8, lambda name, layers: 0.1)
+    assert found["size"] == "6 layers, 5 heads"
+    assert found["steps"] == 609
+    assert trained == [6] * 4
+    assert set(found["tests"]) == set(trial_ladder.FULL.variants)
+    assert found["tests"]["wall"] == "validation loss 3.0000"
+    # Sizes are given up as soon as some of their variants take too long.
+    measured = {size: list(times) for size, times in found["step_seconds"].items()}
+    assert measured["8 layers, 8 heads"] == ["rope", "tape"]
+
+
+def test_the_ladder_continues_without_variants_that_fail(ladder):
+    def step_seconds(name, layers):
+        if name == "wall":
+            raise ValueError("no kernel")
+        if name == "fox" and layers > 4:
+            raise torch.OutOfMemoryError
+        return 0.001
+
+    found, trained = ladder(8, step_seconds)
+    assert found["tests"]["wall"] == "failed: ValueError: no kernel"
+    assert trained == [4] * 3
+    assert set(found["runs"]) == {"rope", "tape", "fox"}
+
+
+def test_the_ladder_trains_the_smallest_size_if_none_fits(ladder):
+    found, trained = ladder(8, lambda name, layers: 60.0)
+    assert found["size"] == trial_ladder.FULL.sizes[-1].name
+    assert len(trained) == 4
+
+
+def test_all_sizes_of_the_ladder_are_valid(tmp_path):
+    """The steps are determined by the parameters that the models have."""
+    setup = replace(trial_ladder.FULL, corpus=trial_ladder.TOY.corpus)
+    trial_ladder.make_dataset(tmp_path, setup)
+    for size in setup.sizes:
+        command = trial_ladder.command(tmp_path, setup, size)
+        plan = make_plan(*compare.read_command(command))
+        assert [run.variant.label for run in plan.runs] == list(setup.variants)
+        model = plan.runs[0].config.model
+        assert parameter_count(model, kinds=set(MATRICES)) == setup.parameters(size)
+
+
 @pytest.mark.parametrize(
     "status, outcome",
     [(0, "passed"), (99, "failed: an error"), (1, "failed: exit status 1: an error")],
@@ -329,6 +428,8 @@ def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
         assert set(found[name]["tests"].values()) == {"passed"}
         assert len(found[name]["tests"]) == number
     assert found["sanitizer"]["tests"]
+    assert set(found["ladder"]["runs"]) == {"rope", "fox"}
+    assert found["ladder"]["runs"]["fox"]["validation loss"] > 0
     assert all((tmp_path / f"step-1.3b-{name}.trace.json.gz").exists() for name in ("tape", "rope"))
     lines = (tmp_path / "summary.md").read_text()
     assert "No GPU: toy size" in lines
