@@ -19,6 +19,7 @@ BUILT_IN = {
     name: {"position_encoding": name}
     for name in ("fire", "path", "cope", "fox", "repo", "randpe", "selective_rope")
 }
+BUILT_IN["wall"] = {"position_encoding": "wall", "wall_bias_start": 1.0, "wall_sink": True}
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
 # Named, since the estimate for `auto` is that of a GPU.
 BUILT_IN["tape_window"] = WINDOWS["tape_scaled_full_layers"] | {"attention_backend": "tiled"}

@@ -38,7 +38,7 @@ def cases():
         yield name, 1, "fp32", "all", ("selective", "full") if name in both else ("selective",)
     for name in ("t5", "repo", "selective_rope", *both):
         yield name, 3, "fp32", "all", ("selective",)
-    for name in ("fire", "path_fox", "selective_rope_fox"):
+    for name in ("fire", "path_fox", "selective_rope_fox", "wall"):
         yield name, 1, "bf16", "all", ("selective",)
     for trained, names in FROZEN.items():
         for name in names:

@@ -48,6 +48,12 @@ VARIANTS = {
     "path_fox": {"position_encoding": "path_fox", "path_rank": 5},
     "selective_rope": {"position_encoding": "selective_rope", "selective_rope_bias": True},
     "selective_rope_fox": {"position_encoding": "selective_rope_fox", "selective_rope_rank": 5},
+    "wall": {
+        "position_encoding": "wall",
+        "wall_bias_start": 1.0,
+        "wall_scalar_gate": True,
+        "wall_sink": True,
+    },
     "rope_learned_increments": {"position_encoding": "rope", "increments": "learned"},
     "tape_signed_some_layers": {"increments": "signed", "layers_without_positions": 2},
     "tape_learned_increments_unit": {"increments": "learned", "state_norm": "unit"},
@@ -58,7 +64,7 @@ VARIANTS = {
 }
 COUNTED = {
     name: {"position_encoding": name}
-    for name in ("tape", "rope", "fox", "path_fox", "selective_rope_fox")
+    for name in ("tape", "rope", "fox", "path_fox", "selective_rope_fox", "wall")
 }
 COUNTED |= {
     f"{name}_learned": {"position_encoding": name, "increments": "learned"}
@@ -94,6 +100,7 @@ OF_FOUR = (
     "t5",
     "fire",
     "path_fox",
+    "wall",
     "repo",
     "selective_rope",
     "rope_scaled_full_layers",

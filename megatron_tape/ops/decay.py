@@ -74,11 +74,13 @@ def _rows(
     sums_BHTD: Tensor,
 ) -> Tensor:
     """Return the scores (B, H, r, t) of the queries `tokens`; see `Rescore`."""
+    # Factors may be too large for fp16, and exponents too inexact in bf16.
+    dtype = torch.promote_types(q.dtype, torch.float32)
     heads_per_group = q.shape[1] // k.shape[1]
-    keys = k.repeat_interleave(heads_per_group, dim=1)
+    keys = k.repeat_interleave(heads_per_group, dim=1).to(dtype)
     first_key = tokens.stop - k.shape[2]
     sums = sums_BHTD[:, :, first_key : tokens.stop]
-    queries = q * q.shape[-1] ** -0.5
+    queries = q.to(dtype) * q.shape[-1] ** -0.5
 
     rows = []
     first_query = tokens.start - first_key
@@ -92,9 +94,9 @@ def _rows(
             ((start + stop) // 2, slice(start, stop)),
         ):
             origin = sums[:, :, anchor, None]
-            of_queries = (sums[:, :, start:stop] - origin).to(q.dtype).exp()
-            of_keys = (origin - sums[:, :, columns]).to(q.dtype).exp()
+            of_queries = (sums[:, :, start:stop] - origin).to(dtype).exp()
+            of_keys = (origin - sums[:, :, columns]).to(dtype).exp()
             parts.append((block * of_queries) @ (keys[:, :, columns] * of_keys).mT)
-        later = q.new_zeros(*q.shape[:2], stop - start, k.shape[2] - stop)
+        later = queries.new_zeros(*q.shape[:2], stop - start, k.shape[2] - stop)
         rows.append(torch.cat([*parts, later], dim=-1))
-    return torch.cat(rows, dim=2)
+    return torch.cat(rows, dim=2).to(q.dtype)

@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid, normalize
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.attention_inputs import split
 from megatron_tape.ops.backends import LIBRARIES
+from megatron_tape.ops.decay import STRONGEST, with_decay
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.position_update import fits_fused, fused_update, plain_update
@@ -162,6 +163,8 @@ class Shapes:
     tensor_parallel_size: int = 1
     reflects: bool = False
     """Whether scores use the reflections of the tokens between query and key (PaTH)."""
+    decays: bool = False
+    """Whether channels of queries and keys decay (Wall attention)."""
     context_parallel_size: int = 1
     windowed: bool = False
     """Whether some layers have a sliding window."""
@@ -303,8 +306,8 @@ def score_checks(
 ) -> dict[str, Check]:
     """Return the checks of `backend`, flex or fla, by name.
 
-    They cover reflections with and without gates if `shapes.reflects`, otherwise gates. A bias
-    takes the same path through flex as gates.
+    They cover reflections with and without gates if `shapes.reflects`, decays with gates and a sink
+    if `shapes.decays`, otherwise gates. A bias takes the same path through flex as gates.
     """
     draw = _random_tensors(dtype, device)
     H, G = shapes.heads_and_groups_per_rank
@@ -312,6 +315,9 @@ def score_checks(
     qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
     logits = draw(LENGTH, 2, H)
     with_each_visibility = partial(_with_each_visibility, windowed=shapes.windowed)
+    if shapes.decays:
+        tensors = [*qkv, draw(LENGTH, 2, H, D), logits, draw(H)]
+        return with_each_visibility(" with decays", _with_decays, backend, tensors)
     if not shapes.reflects:
         return with_each_visibility(" with gates", _with_gates, backend, [*qkv, logits])
 
@@ -368,6 +374,23 @@ def _with_gates(*tensors: Tensor, **options: Any) -> Outputs:
     """
     *qkv, logits = tensors
     return attention(*qkv, log_gate_TBH=_gates(logits), **options)
+
+
+def _with_decays(*tensors: Tensor, **options: Any) -> Outputs:
+    """Return attention with decays; `tensors` are q, k, v, the logits of the decays and of the
+    gates, and the sink.
+
+    `options` are `backend` and `visibility`.
+    """
+    *qkv, logits, gate_logits, sink = tensors
+    log_decay = STRONGEST * torch.expm1(_gates(logits) / STRONGEST)
+    return attention(
+        *qkv,
+        rescore=with_decay(log_decay),
+        log_gate_TBH=_gates(gate_logits),
+        sink_H=sink,
+        **options,
+    )
 
 
 def _gates(logits: Tensor) -> Tensor:

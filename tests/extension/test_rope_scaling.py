@@ -109,7 +109,8 @@ def test_older_settings_of_a_config_json_do_not_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "encoding", ["nope", "alibi", "t5", "path", "fox", "fire", "sincos", "xpos", "randpe", "cope"]
+    "encoding",
+    ["nope", "alibi", "t5", "path", "fox", "fire", "sincos", "xpos", "randpe", "cope", "wall"],
 )
 def test_encodings_without_scaling_are_refused(encoding):
     model = small_model(position_encoding=encoding)

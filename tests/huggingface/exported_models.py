@@ -27,6 +27,7 @@ CHANGES = {
     "cope": {"cope_max_position": 5},
     "selective_rope": {"selective_rope_bias": True},
     "selective_rope_fox": {"selective_rope_rank": 5},
+    "wall": {"wall_bias_start": 1.0, "wall_scalar_gate": True, "wall_sink": True},
 }
 LEARNED = {"increments": "learned"}
 VARIANTS = {

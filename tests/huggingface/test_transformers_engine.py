@@ -73,6 +73,7 @@ WITHOUT_GAPS = (
     "cope",
     "path_fox",
     "selective_rope_fox",
+    "wall",
     "rope_learned",
     "tape_learned",
 )

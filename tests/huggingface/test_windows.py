@@ -22,10 +22,10 @@ CASES = {name: (name, SOME) for name in NAMES}
 for label, settings in WINDOWS.items():
     other = {key: value for key, value in settings.items() if key != "position_encoding"}
     CASES[label] = (settings.get("position_encoding", "tape"), other)
-for encoding in ("rope", "tape", "fox", "t5", "path", "tape_learned"):
+for encoding in ("rope", "tape", "fox", "t5", "path", "wall", "tape_learned"):
     CASES[f"{encoding}_one"] = (encoding, {"sliding_window": 1, "full_attention_every": 3})
     CASES[f"{encoding}_all"] = (encoding, {"sliding_window": 5})
-KEEPS_ALL = ("cope", "path", "path_fox", "path_one", "path_all")
+KEEPS_ALL = ("cope", "path", "path_fox", "path_one", "path_all", "wall", "wall_one", "wall_all")
 """Encodings that rescore need the keys of all tokens."""
 
 

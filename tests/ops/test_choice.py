@@ -11,11 +11,13 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import (
     AVERAGE,
     BIAS,
+    DECAY,
     GATE,
     POINTWISE,
     REFLECTIONS,
     ROTATION,
     SCORES,
+    SINK,
     WINDOW,
     choice,
 )
@@ -81,6 +83,9 @@ def flash_attn(monkeypatch, installed):
         ({SCORES}, {}, "tiled", "tiled"),
         ({REFLECTIONS, GATE}, {"dim": 128}, "fla", "tiled"),
         ({REFLECTIONS}, {"dim": 96}, "tiled", "tiled"),
+        ({DECAY, GATE, SINK}, {"dim": 96}, "fla", "tiled"),
+        ({DECAY, GATE, SINK}, {"dtype": FP32}, "tiled", "tiled"),
+        ({DECAY, GATE, SINK, WINDOW}, {}, "fla", "tiled"),
         # A window: kernels that skip the keys outside of it.
         ({WINDOW}, {}, "triton", "tiled"),
         ({WINDOW}, {"dtype": FP32, "dim": 128}, "triton", "tiled"),

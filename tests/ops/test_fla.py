@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid, normalize
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.decay import STRONGEST, with_decay
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.visibility import Visibility
 
@@ -149,3 +150,43 @@ def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch
         q, k, v, w, 0.99 * beta, *rest, **options
     )
     assert "does not work here (attention through reflections" in failure()
+
+
+@pytest.fixture
+def interpreted_wall(monkeypatch):
+    """Let Triton's interpreter run the kernels of Wall attention, apart from their running sums."""
+    import fla.ops.wall_attn.parallel as kernels
+
+    def chunk_global_cumsum(g, reverse=False, cu_seqlens=None, scale=None):
+        parts = g.split(cu_seqlens.diff().tolist(), dim=1)
+        sums = [part.flip(1).cumsum(1).flip(1) if reverse else part.cumsum(1) for part in parts]
+        return torch.cat(sums, dim=1) * (1.0 if scale is None else scale)
+
+    monkeypatch.setattr(kernels, "chunk_global_cumsum", chunk_global_cumsum)
+    monkeypatch.setattr(kernels, "check_shared_mem", lambda *device: False)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_kernels_of_wall_attention_equal_tiled_with_the_strongest_decays(
+    interpreted_wall, window
+):
+    """Documents pass the kernels' autotuning, which needs a GPU. Documents of more than 88 tokens
+    that do not fill a block would get gradients that are NaN without the changed first decays.
+    """
+    length = 230
+    visibility = Visibility.of((torch.arange(length) >= 130).long()[None])
+    if window is not None:
+        visibility = visibility.with_window(window)
+    qkv = [draw(length, 1, n, DIM, seed=i, dtype=torch.float32) for i, n in enumerate((2, 1, 1))]
+    logits = draw(length, 1, 2, DIM, seed=5, dtype=torch.float32)
+    gate_logits = draw(length, 1, 2, seed=6, dtype=torch.float32)
+    sink = draw(2, seed=7, dtype=torch.float32)
+    changes = {
+        "rescore": with_decay(-STRONGEST * (2 * logits + 2).sigmoid()),
+        "log_gate_TBH": logsigmoid(gate_logits),
+        "sink_H": sink,
+        "visibility": visibility,
+    }
+    ours, theirs = (attention(*qkv, backend=name, **changes) for name in ("fla", "tiled"))
+    leaves = [*qkv, logits, gate_logits, sink]
+    assert_same(ours, theirs, leaves, atol=2e-5, rtol=1e-4)

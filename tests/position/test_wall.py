@@ -149,3 +149,27 @@ def test_decays_are_the_softly_clamped_logarithms_of_sigmoids():
     assert inputs.log_gate_TBH is None and inputs.sink_H is None
     bias = encoding.parameters(0)["decay_bias"]
     assert bias.value == 8.0 and bias.decay is False
+
+
+def test_nothing_overflows_with_the_strongest_decays_after_131072_tokens():
+    """The last queries of a long sequence, in float32, compared with float64."""
+    length = 131072
+    count = 200
+    dim = 2
+    logits = draw(length, 1, 1, dim, seed=5).detach()
+    # One channel always decays as much as is allowed, the other one seldom.
+    log_decay = torch.stack(
+        [torch.full((length, 1, 1), -STRONGEST), -0.001 * logits[..., 1].sigmoid()], -1
+    )
+    q, k, v = (draw(n, 1, 1, dim, seed=n).detach() for n in (count, length, length))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, log_decay)]
+        queries, keys, values, decays = leaves
+        o, _ = attention(queries, keys, values, rescore=with_decay(decays), backend="tiled")
+        direction = draw(count, 1, 1, dim, seed=9).detach().to(dtype)
+        results.append([o, *torch.autograd.grad(o, leaves, direction)])
+    for found, expected in zip(*results):
+        assert found.isfinite().all()
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert error < 1e-5

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import torch
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import BACKENDS, REFLECTIONS, described, lacks, unsupported_heads
+from megatron_tape.ops.backends import (
+    BACKENDS,
+    DECAY,
+    REFLECTIONS,
+    described,
+    lacks,
+    unsupported_heads,
+)
 from megatron_tape.ops.backends.table import (
     BLACKWELL,
     CPU,
@@ -163,6 +170,8 @@ def unsupported(
         return why
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
         return f"supports head dimensions {REFLECTED_DIMS} with reflections, not {head_dim}"
+    if DECAY in needs and dtype is torch.float16:
+        return "supports bf16 with decays, not fp16, in which their factors overflow"
     if backend == "triton" and device.type != "cuda":
         return why_not_interpreted(dtype)
     return None

@@ -197,7 +197,7 @@ class DecayedProducts:
         # The products with `_tile_queries` include LOG2_E, unlike `ds`.
         self._dk.div_(LOG2_E)
         self._dsums.addcmul_(self._keys, self._dk, value=-1)
-        # A decay is part of the sums of its own and all later tokens: all sums but the earlier ones.
+        # A decay is part of the sums of its own and all later tokens.
         up_to_token = self._dsums.cumsum(1, dtype=torch.float64)
         dlog_decay = self._dsums - up_to_token.sub_(up_to_token[:, -1:].clone())
         dlog_decay = dlog_decay.unflatten(0, (B, G * R)).permute(2, 0, 1, 3)
@@ -211,7 +211,7 @@ class DecayedProducts:
 
 @dataclass(frozen=True)
 class _Block:
-    """The factors of a block of c tokens in `DecayedProducts`, (A, c, D) unless stated otherwise."""
+    """Factors of a block of c tokens in `DecayedProducts`, (A, c, D) unless stated otherwise."""
 
     tokens: slice
     factors: Tensor
