@@ -1,17 +1,18 @@
-"""Time the attention backends with TAPE and with RoPE.
+"""Time the attention backends with TAPE, RoPE and Wall attention.
 
     python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--window 1024] [--flex]
         [--output FILE.json]
 
-A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both
-encodings rotate queries and keys; TAPE also averages its position state and computes the state's
-gradient. Repetitions alternate between candidates, and medians are reported. A candidate that
-cannot run, or has more than twice the error of plain torch, is not timed but listed with the
-reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
+A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. RoPE
+and TAPE rotate queries and keys; TAPE also averages its position state and computes the state's
+gradient. Wall attention computes the gradient of its decays. Repetitions alternate between
+candidates, and medians are reported. A candidate that cannot run, or has more than twice the error
+of plain torch, is not timed but listed with the reason. `of_rope` is the time of TAPE's fastest
+backend divided by that of RoPE's.
 
-TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and
-five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
-but not timed.
+TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE and Wall attention
+have two forward and five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes
+`triton`, checked but not timed.
 
 With --window, each candidate is also timed with a sliding window of that size, in repetitions that
 alternate with those without it. A second table has both times, and the time without the window
@@ -36,16 +37,22 @@ from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.model.reference import rope_phases
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import AVERAGE, BACKENDS, ROTATION, lacks
+from megatron_tape.ops.backends import AVERAGE, BACKENDS, DECAY, ROTATION, lacks
 from megatron_tape.ops.backends.choice import choose_backend, unsupported
+from megatron_tape.ops.decay import with_decay
 from megatron_tape.ops.parity import Check, inexact
 from megatron_tape.ops.visibility import Visibility
 
-NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
+NEEDS = {
+    "rope": frozenset({ROTATION}),
+    "tape": frozenset({ROTATION, AVERAGE}),
+    "wall": frozenset({DECAY}),
+}
 """Features that each encoding requires of a backend."""
 PRODUCTS = {
     "rope": {"forward": 2, "forward+backward": 7},
     "tape": {"forward": 3, "forward+backward": 10},
+    "wall": {"forward": 2, "forward+backward": 7},
 }
 """Number of matrix products in each encoding's attention, each of heads x S x S x head_dim."""
 IN_WINDOW = "in a window: "
@@ -136,13 +143,17 @@ def attend(
     z: Tensor,
     visibility: Visibility | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the averages of the values (S, B, H, D) and, with TAPE, those of z; None with RoPE.
+    """Return the averages of the values (S, B, H, D) and, with TAPE, those of z; else None.
 
-    Shapes are those of `random_inputs`. RoPE uses its phases instead of z.
+    Shapes are those of `random_inputs`. RoPE uses its phases instead of z, and Wall attention takes
+    its decays from z: about 0.005 nats per token.
     """
     options = {"backend": backend, "visibility": visibility}
     if encoding == "tape":
         return attention(q, k, v, z, average_state=True, **options)
+    if encoding == "wall":
+        log_decay = -0.01 * z.square().repeat_interleave(q.shape[2] // z.shape[2], dim=2)
+        return attention(q, k, v, rescore=with_decay(log_decay), **options)
     phases = initial_phases(len(z), z.shape[-1], q.dtype)  # without a gradient
     return attention(q, k, v, phases, **options)
 
@@ -154,7 +165,7 @@ def candidates(
     for each backend that cannot.
 
     FlexAttention, which takes a minute to compile, is included only with `flex`. Three backends are
-    left out: fla, which is for forget gates; naive, which is the reference; and, on a GPU, tiled,
+    left out: fla, which does not compute TAPE; naive, which is the reference; and, on a GPU, tiled,
     which is for CPUs.
     """
     device = device_here()
