@@ -108,12 +108,12 @@ def _wall(
     """Return the average of Wall attention's kernel. `rest` are the gates, unless there are none,
     and then the sink with `has_sink`.
     """
-    named = {}
+    gates = sink = None
     if has_sink:
-        *rest, named["sink_bias"] = rest
-    if rest:
-        (named["g_scalar"],) = rest
-    return kernel(q, k, v, log_decay, **named, **options)
+        sink = rest[-1]
+    if len(rest) > has_sink:
+        gates = rest[0]
+    return kernel(q, k, v, log_decay, g_scalar=gates, sink_bias=sink, **options)
 
 
 def _with_last_sums_zero(log_decay_TBHD: Tensor, x: AttentionInputs) -> Tensor:
