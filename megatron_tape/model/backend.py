@@ -12,7 +12,7 @@ import torch
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import ConfigError, NodeError, UserError
 from megatron_tape.io.versions import node_name
-from megatron_tape.ops.backends import AVERAGE, DECAY, LIBRARIES, REFLECTIONS, lacks
+from megatron_tape.ops.backends import AVERAGE, DECAY, GATE, LIBRARIES, REFLECTIONS, lacks
 from megatron_tape.ops.backends.choice import Choice, choose_backend, unsupported
 from megatron_tape.ops.parity import (
     Shapes,
@@ -123,6 +123,7 @@ def kernel_shapes(
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
         decays=DECAY in encoding.needs,
+        gated=GATE in encoding.needs,
         windowed=model_config.needs_window,
         context_parallel_size=context_parallel_size,
         **encoding.update_kernel_shape,

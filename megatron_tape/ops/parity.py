@@ -165,6 +165,8 @@ class Shapes:
     """Whether scores use the reflections of the tokens between query and key (PaTH)."""
     decays: bool = False
     """Whether channels of queries and keys decay (Wall attention)."""
+    gated: bool = False
+    """Whether they do so together with forget gates."""
     context_parallel_size: int = 1
     windowed: bool = False
     """Whether some layers have a sliding window."""
@@ -306,8 +308,9 @@ def score_checks(
 ) -> dict[str, Check]:
     """Return the checks of `backend`, flex or fla, by name.
 
-    They cover reflections with and without gates if `shapes.reflects`, decays with gates and a sink
-    if `shapes.decays`, otherwise gates. A bias takes the same path through flex as gates.
+    They cover reflections with and without gates if `shapes.reflects`, decays and a sink if
+    `shapes.decays`, with gates if `shapes.gated`, otherwise gates. A bias takes the same path
+    through flex as gates.
     """
     draw = _random_tensors(dtype, device)
     H, G = shapes.heads_and_groups_per_rank
@@ -316,7 +319,9 @@ def score_checks(
     logits = draw(LENGTH, 2, H)
     with_each_visibility = partial(_with_each_visibility, windowed=shapes.windowed)
     if shapes.decays:
-        tensors = [*qkv, draw(LENGTH, 2, H, D), logits, draw(H)]
+        tensors = [*qkv, draw(LENGTH, 2, H, D), draw(H)]
+        if shapes.gated:
+            tensors.append(logits)
         return with_each_visibility(" with decays", _with_decays, backend, tensors)
     if not shapes.reflects:
         return with_each_visibility(" with gates", _with_gates, backend, [*qkv, logits])
@@ -377,20 +382,17 @@ def _with_gates(*tensors: Tensor, **options: Any) -> Outputs:
 
 
 def _with_decays(*tensors: Tensor, **options: Any) -> Outputs:
-    """Return attention with decays; `tensors` are q, k, v, the logits of the decays and of the
-    gates, and the sink.
+    """Return attention with decays; `tensors` are q, k, v, the logits of the decays, the sink and,
+    optionally, the logits of gates.
 
     `options` are `backend` and `visibility`.
     """
-    *qkv, logits, gate_logits, sink = tensors
+    q, k, v, logits, sink, *gate_logits = tensors
     log_decay = STRONGEST * torch.expm1(_gates(logits) / STRONGEST)
-    return attention(
-        *qkv,
-        rescore=with_decay(log_decay),
-        log_gate_TBH=_gates(gate_logits),
-        sink_H=sink,
-        **options,
-    )
+    fields: dict[str, Any] = {"rescore": with_decay(log_decay), "sink_H": sink}
+    if gate_logits:
+        fields["log_gate_TBH"] = _gates(gate_logits[0])
+    return attention(q, k, v, **fields, **options)
 
 
 def _gates(logits: Tensor) -> Tensor:

@@ -44,8 +44,16 @@ class WallPosition(PositionEncoding):
 
     name = "wall"
     Settings = WallSettings
-    # Every backend that has decays also has gates and sinks.
-    needs = frozenset({DECAY, GATE, SINK})
+
+    @property
+    def needs(self):
+        """Decays, and the optional parts that the settings select."""
+        needs = {DECAY}
+        if self.settings.wall_scalar_gate:
+            needs.add(GATE)
+        if self.settings.wall_sink:
+            needs.add(SINK)
+        return frozenset(needs)
 
     def parameters(self, layer):
         """Return the parameters. Each rank holds all projections, to compute the decays of all

@@ -190,3 +190,21 @@ def test_the_kernels_of_wall_attention_equal_tiled_with_the_strongest_decays(
     ours, theirs = (attention(*qkv, backend=name, **changes) for name in ("fla", "tiled"))
     leaves = [*qkv, logits, gate_logits, sink]
     assert_same(ours, theirs, leaves, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scalar_gate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_before_a_run_covers_decays(monkeypatch, dtype, scalar_gate):
+    """The backend tiled, which runs here, stands in for the kernels."""
+    monkeypatch.setattr(parity, "LENGTH", 150)
+    model = small_model(
+        position_encoding="wall", kv_channels=16, sliding_window=5, wall_scalar_gate=scalar_gate
+    )
+    device = torch.device("cpu")
+    checks = parity.score_checks("tiled", kernel_shapes(model), dtype, device)
+    assert list(checks) == [
+        f"attention with decays{suffix}" for suffix in ("", parity.PACKED, parity.WINDOWED)
+    ]
+    assert parity.first_failure(checks, dtype, device) is None
+    inputs = next(iter(checks.values())).inputs
+    assert len(inputs) == 5 + scalar_gate
