@@ -42,7 +42,7 @@ ENCODING_COLORS = {
     "randpe": "#26009d",
     "path_fox": "#6e1d00",
     "sincos": "#1a1a1a",
-    "wall": "#a8b400",
+    "wall": "#604ea2",
     "selective_rope": "#8cb866",
     "selective_rope_fox": "#4d0dff",
 }
