@@ -10,6 +10,8 @@ EXIT_REFUSED = 2
 """Exit status for invalid input, which a retry cannot fix."""
 EXIT_RESTART = 75
 """Exit status of an unfinished program, which continues when the same command runs again."""
+EXIT_DIVERGED = 78
+"""Exit status of a training that has diverged, and would diverge again."""
 
 
 _LONGEST = 10_000
@@ -105,3 +107,7 @@ class StaleAttempt(RuntimeError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot continue; the message is the reason."""
+
+
+class Diverged(TrainingStopped):
+    """The loss or the gradients are no longer finite, or there were too many spikes."""

@@ -15,9 +15,11 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import describe_fatal_error, exit_on_user_error, print_error
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import (
+    EXIT_DIVERGED,
     EXIT_REFUSED,
     EXIT_RESTART,
     ConfigError,
+    Diverged,
     NodeError,
     StaleAttempt,
     TrainingStopped,
@@ -162,6 +164,8 @@ def _record_failure(error: Exception, watch: Watch, rank: int) -> int | None:
         status = EXIT_REFUSED
     elif isinstance(error, TrainingStopped):
         outcome = REFUSED
+        if isinstance(error, Diverged):
+            status = EXIT_DIVERGED
 
     bad_nodes = error.subjects if isinstance(error, NodeError) else ()
     # Recorded first, since aborting the process groups makes the other ranks fail, too.

@@ -34,6 +34,8 @@ from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 NAME = "comparison.json"
 TRAINING = "training"
 """Value of `Score.task` for scores of the training itself, such as its speed."""
+LOSS = "validation loss"
+"""Value of `Score.metric` for the validation loss of the training."""
 Settings = dict[str, dict[str, Any]]
 """Settings by section or task, and by key."""
 
@@ -267,5 +269,5 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
     # A loss of an earlier step is left out, since the model was trained less then.
     step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
     if loss is not None and step == train.steps:
-        scores.insert(0, training_score("validation loss", loss, "lower", unit="nats per token"))
+        scores.insert(0, training_score(LOSS, loss, "lower", unit="nats per token"))
     return scores

@@ -4,11 +4,18 @@ with learning rates of its own.
 The file is small enough to be committed to a repository. This module imports no torch.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_tape.evaluation.comparison_file import Comparison, as_content
+from megatron_tape.evaluation.comparison_file import (
+    LOSS,
+    TRAINING,
+    Comparison,
+    FinishedRun,
+    as_content,
+)
 from megatron_tape.evaluation.results import Number, Whole, read_dataclass
 from megatron_tape.io.records import write_record
 
@@ -45,7 +52,8 @@ class LadderPoint:
     """The reported runs. Their variants have the names of `Ladder.variants`."""
     tuning: dict[str, Comparison] = field(default_factory=dict)
     """By variant, the runs that its rate was chosen from: a comparison whose variants are the
-    learning rates as text, such as `0.002`. Other seeds than those of the reported runs."""
+    learning rates as text, such as `0.002`. Other seeds than those of the reported runs. See
+    `tuned_loss`."""
 
     @property
     def name(self) -> str:
@@ -68,6 +76,16 @@ class Ladder:
     def baseline(self) -> str:
         """The name of the variant to which the others are compared."""
         return next(iter(self.variants))
+
+
+def tuned_loss(run: FinishedRun) -> float:
+    """Return the validation loss of a run of a tuning. It is infinite if there is none: then the
+    training diverged.
+    """
+    for score in run.scores:
+        if score.task == TRAINING and score.metric == LOSS:
+            return score.value
+    return math.inf
 
 
 def read_ladder(path: str | Path) -> Ladder:

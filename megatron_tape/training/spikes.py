@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.config.train import SpikeSettings
-from megatron_tape.errors import FileError, TrainingStopped
+from megatron_tape.errors import Diverged, FileError
 from megatron_tape.run.attempts import Spike
 from megatron_tape.training.hooks import Hook, HookResult
 
@@ -124,7 +124,7 @@ class SpikeHook(Hook):
     ) -> None:
         """Log a spike, and record it in the attempt's directory.
 
-        Raises TrainingStopped after more than `train.spikes.limit` spikes, otherwise Rewind if the
+        Raises Diverged after more than `train.spikes.limit` spikes, otherwise Rewind if the
         action is rewind.
         """
         action = self._settings.action
@@ -153,7 +153,7 @@ class SpikeHook(Hook):
         if action == "warn":
             return
         if number > self._settings.limit:
-            raise TrainingStopped(
+            raise Diverged(
                 f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}),"
                 f" but train.spikes.limit is {self._settings.limit}; lower optimizer.lr, check the"
                 " data, or raise the limit"

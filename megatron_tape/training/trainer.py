@@ -31,7 +31,7 @@ from megatron_tape.data.batches import build_batches, model_inputs
 from megatron_tape.data.inputs import fingerprints, missing_validation, recorded_tokenizer
 from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
-from megatron_tape.errors import TrainingStopped, UserError
+from megatron_tape.errors import Diverged, TrainingStopped, UserError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
@@ -583,7 +583,7 @@ class Trainer:
     def _count_bad_steps(self, result: StepResult) -> None:
         """Count consecutive steps whose loss or gradient is not finite.
 
-        Raises TrainingStopped at `train.max_bad_steps`.
+        Raises Diverged at `train.max_bad_steps`.
         """
         bad_steps = 0
         if result.skipped and not result.finite:
@@ -601,7 +601,7 @@ class Trainer:
             bad_steps,
         )
         if bad_steps >= self.config.train.max_bad_steps:
-            raise TrainingStopped(
+            raise Diverged(
                 f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or"
                 " gradient that was not finite, as many as train.max_bad_steps allows; lower"
                 " optimizer.lr, raise schedule.warmup_steps, or check the data"

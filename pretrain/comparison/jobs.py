@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.errors import EXIT_RESTART
+from megatron_tape.errors import EXIT_DIVERGED, EXIT_RESTART
 from megatron_tape.text import counted, duration
 from pretrain.comparison.planned_runs import PlannedRun
 
@@ -97,10 +97,10 @@ class Jobs:
 
     `start(module, arguments, log, slot)` starts the process of a phase and returns it, as
     `start_program` does. `on_finished(run, seconds)` is called when all phases of a run have
-    succeeded, after `seconds` in total. A failed run does not stop the others; `failed` maps its
-    name to the reason. The log counts the runs of the whole comparison: `finished_before` are those
-    that are finished already, `later` those that other jobs execute. `pause` is the number of
-    seconds between two checks of the processes.
+    succeeded, after `seconds` in total, or if a run that may diverge has diverged. A failed run
+    does not stop the others; `failed` maps its name to the reason. The log counts the runs of the
+    whole comparison: `finished_before` are those that are finished already, `later` those that
+    other jobs execute. `pause` is the number of seconds between two checks of the processes.
     """
 
     def __init__(
@@ -196,8 +196,11 @@ class Jobs:
         next_phase = active.phase
         if status == 0:
             next_phase += 1
+        seconds = time.monotonic() - active.started
         if next_phase == len(run.phases):
-            self._conclude(run, time.monotonic() - active.started)
+            self._conclude(run, seconds)
+        elif status == EXIT_DIVERGED and run.may_diverge:
+            self._conclude(run, seconds, "diverged")
         elif self._signals:
             return  # the same command continues the run
         elif status in (0, EXIT_RESTART):
@@ -206,8 +209,8 @@ class Jobs:
             reason = f"{active.phase_name} ended with status {status}"
             self._fail(run, f"{reason}{_last_error(run)}")
 
-    def _conclude(self, run: PlannedRun, seconds: float) -> None:
-        """Have the results of a finished run recorded, and log that."""
+    def _conclude(self, run: PlannedRun, seconds: float, end: str = "finished") -> None:
+        """Have the results of a run recorded, and log how it ended."""
         try:
             self._on_finished(run, seconds)
         # Invalid results of one run must not end the other runs.
@@ -218,7 +221,7 @@ class Jobs:
         self._finished_flops += run.flops
         self._progress.end()
         finished = f"{self._finished} of {counted(self._total, 'run')}"
-        command_line.log(f"{finished}: {run.name}, finished in {duration(seconds)}")
+        command_line.log(f"{finished}: {run.name}, {end} in {duration(seconds)}")
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
         """Record and log that a run failed."""

@@ -20,13 +20,14 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.sections import build
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import comparison_file
-from megatron_tape.evaluation.comparison_file import TRAINING, Comparison
+from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.ladder_file import (
     NAME,
     Ladder,
     LadderPoint,
     LearningRate,
     read_ladder,
+    tuned_loss,
 )
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import KINDS
@@ -49,8 +50,6 @@ RATE = "optimizer.lr"
 """The setting that is tuned."""
 STEP = 2.0
 """Ratio of neighboring learning rates."""
-VALIDATION_LOSS = "validation loss"
-"""The metric of the training by which rates are chosen."""
 MOST_RATES = 16
 """Maximum number of rates of a grid, extended rates included."""
 CORE_FLOPS = 3e10
@@ -177,18 +176,19 @@ class Tuning:
             self.point.recipe,
             evaluation=None,
             where=f"{self.point.name}, tuning",
+            may_diverge=True,
         )
 
     @property
     def losses(self) -> dict[float, float]:
-        """The mean validation loss over the seeds by rate, for rates whose runs are finished."""
+        """The mean validation loss over the seeds by rate, for rates whose runs are finished.
+        Infinite for a rate with a run that diverged.
+        """
         by_label = {label: float(rate) for label, rate in self.rate_names.items()}
         values: dict[float, list[float]] = {}
         for run in self.plan.results.runs:
-            for score in run.scores:
-                is_loss = score.task == TRAINING and score.metric == VALIDATION_LOSS
-                if is_loss and run.variant in by_label and run.seed in self.seeds:
-                    values.setdefault(by_label[run.variant], []).append(score.value)
+            if run.variant in by_label and run.seed in self.seeds:
+                values.setdefault(by_label[run.variant], []).append(tuned_loss(run))
         return {
             rate: float(np.mean(losses))
             for rate, losses in sorted(values.items())

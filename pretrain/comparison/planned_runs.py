@@ -110,6 +110,8 @@ class PlannedRun:
     """None if no tasks are evaluated."""
     where: str = ""
     """Text before the name, such as the point of a ladder."""
+    may_diverge: bool = False
+    """Whether the run counts as finished, without a validation loss, if its training diverges."""
 
     @property
     def name(self) -> str:
@@ -261,6 +263,7 @@ def plan_comparison(
     recipe: list[str],
     evaluation: list[str] | None,
     where: str = "",
+    may_diverge: bool = False,
 ) -> ComparisonPlan:
     """Return the plan of a comparison, with the results of its runs that are finished.
 
@@ -271,6 +274,7 @@ def plan_comparison(
         recipe: the arguments of pretrain.train that all runs share.
         evaluation: the arguments of pretrain.evaluate; None evaluates no tasks.
         where: text before the names of the runs.
+        may_diverge: whether runs count as finished if their training diverges.
 
     Raises:
         UserError: the settings of a run are invalid, or differ from those of existing results.
@@ -286,7 +290,11 @@ def plan_comparison(
     for variant in variants:
         try:
             variant_runs = [
-                replace(_plan_run(variant, seed, recipe, base, evaluation), where=where)
+                replace(
+                    _plan_run(variant, seed, recipe, base, evaluation),
+                    where=where,
+                    may_diverge=may_diverge,
+                )
                 for seed in seeds
             ]
             _check_model(variant_runs[0])  # seeds do not change what is valid

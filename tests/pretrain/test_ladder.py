@@ -3,7 +3,9 @@ arrays, and one real ladder.
 """
 
 import json
+import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,10 @@ from launch import start_python
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
-from megatron_tape.errors import EXIT_RESTART, ConfigError
+from megatron_tape.errors import EXIT_DIVERGED, EXIT_RESTART, ConfigError
 from megatron_tape.evaluation.comparison_file import TRAINING, FinishedRun, write_comparison
 from megatron_tape.evaluation.ladder_file import read_ladder
+from megatron_tape.evaluation.report.ladder_tables import tuned_losses
 from megatron_tape.evaluation.results import Score
 from pretrain import compare
 from pretrain.comparison.ladder import named_variants, plan_ladder, points_of, read_config
@@ -64,10 +67,13 @@ def plan_of(recipe, output, *others):
 
 
 class EndedProcess:
-    """A process that has succeeded."""
+    """A process that has ended with `status`."""
+
+    def __init__(self, status=0):
+        self.status = status
 
     def poll(self):
-        return 0
+        return self.status
 
     def terminate(self):
         pass
@@ -75,13 +81,14 @@ class EndedProcess:
 
 class FakeTraining:
     """Replaces training: runs finish at once. Their validation loss depends on the distance of the
-    learning rate from `best`, by variant. `seen` are the names of the runs. A signal is sent when
-    run number `interrupt_at` starts.
+    learning rate from `best`, by variant. Training with a rate above `highest` diverges. `seen` are
+    the names of the runs. A signal is sent when run number `interrupt_at` starts.
     """
 
-    def __init__(self, best, interrupt_at=None):
+    def __init__(self, best, interrupt_at=None, highest=math.inf):
         self.best = best
         self.interrupt_at = interrupt_at
+        self.highest = highest
         self.seen = []
 
     def start(self, module, arguments, log, slot, **_):
@@ -89,15 +96,22 @@ class FakeTraining:
         log.touch()
         if len(self.seen) == self.interrupt_at:
             os.kill(os.getpid(), signal.SIGTERM)
+        if "--optimizer.lr" in arguments:
+            rate = float(arguments[arguments.index("--optimizer.lr") + 1])
+            if rate > self.highest:
+                return EndedProcess(EXIT_DIVERGED)
         return EndedProcess()
 
     def record(self, plan, run, seconds, gpu_model):
         self.seen.append(run.name)
         settings = dict(run.variant.settings)
-        ratio = float(settings["optimizer.lr"]) / self.best[run.variant.encoding]
-        loss = 3.0 + max(ratio, 1 / ratio)
-        score = Score("validation loss", loss, "lower", task=TRAINING)
-        finished = FinishedRun(run.variant.label, run.seed, [score], 2.0, 0.0, "CPU", {})
+        rate = float(settings["optimizer.lr"])
+        scores = []
+        if rate <= self.highest:
+            ratio = rate / self.best[run.variant.encoding]
+            loss = 3.0 + max(ratio, 1 / ratio)
+            scores = [Score("validation loss", loss, "lower", task=TRAINING)]
+        finished = FinishedRun(run.variant.label, run.seed, scores, 2.0, 0.0, "CPU", {})
         plan.results.runs.append(finished)
         write_comparison(run.result, replace(plan.results, runs=[finished]))
 
@@ -106,8 +120,8 @@ class FakeTraining:
 def fake(monkeypatch):
     """Return a function that replaces training by `FakeTraining` and returns it."""
 
-    def install(best, interrupt_at=None):
-        training = FakeTraining(best, interrupt_at)
+    def install(best, interrupt_at=None, highest=math.inf):
+        training = FakeTraining(best, interrupt_at, highest)
         monkeypatch.setattr(compare, "start_program", training.start)
         monkeypatch.setattr(
             ComparisonPlan, "record", lambda plan, *arguments: training.record(plan, *arguments)
@@ -185,6 +199,43 @@ def test_a_best_rate_at_the_end_of_the_grid_is_an_error(recipe, tmp_path, fake):
     # The rates that were added count without the option, too.
     assert climb(recipe, tmp_path / "out") == 0
     assert len(training.seen) == 24
+
+
+def test_a_rate_that_diverges_is_not_the_best(content, tmp_path, fake):
+    content["tuning"]["checked_sizes"] = ["large"]
+    training = fake({"rope": 0.02, "tape": 0.08}, highest=0.025)
+    recipe = write_recipe(content, tmp_path)
+    output = tmp_path / "out"
+    assert climb(recipe, output) == 0
+    ladder = read_ladder(output / "ladder.json")
+    for point in ladder.points:
+        # The best rate of TAPE diverges.
+        assert {rate.rate for rate in point.learning_rates.values()} == {0.02}
+    losses = tuned_losses(ladder.points[0].tuning["rope"])
+    assert losses == {0.01: 5.0, 0.02: 4.0, 0.04: math.inf}
+    assert "diverged" in (output / "ladder.md").read_text()
+    assert "diverged" in (output / "report.html").read_text()
+    # It is not tried again, here or on another machine.
+    count = len(training.seen)
+    assert climb(recipe, output) == 0
+    (tmp_path / "new").mkdir()
+    shutil.copy(output / "ladder.json", tmp_path / "new")
+    assert climb(recipe, tmp_path / "new") == 0
+    assert len(training.seen) == count
+
+
+def test_a_grid_is_extended_to_rates_that_do_not_diverge(recipe, tmp_path, fake):
+    fake({"rope": 0.02, "tape": 0.02}, highest=0.003)
+    assert climb(recipe, tmp_path / "out", "--extend-grid") == 0
+    (tuned, *_) = read_ladder(tmp_path / "out" / "ladder.json").points
+    assert tuned.learning_rates["rope"].rate == 0.0025
+    assert tuned_losses(tuned.tuning["rope"])[0.005] == math.inf
+
+
+def test_only_runs_of_tunings_may_diverge(recipe, tmp_path):
+    ladder = plan_of(recipe, tmp_path / "out")
+    assert all(run.may_diverge for run in ladder.tuning_runs)
+    assert not any(run.may_diverge for run in ladder.final_runs)
 
 
 def test_checked_sizes_try_half_and_twice_the_rate(content, tmp_path, fake):

@@ -24,7 +24,7 @@ from training_cases import RECIPE, option, packed, rows, steps_saved
 from megatron_tape import command_line
 from megatron_tape.checkpoint import directories as checkpoint_files
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import EXIT_DIVERGED, ConfigError
 from megatron_tape.model import backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.backends.choice import Choice
@@ -168,7 +168,8 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
 
 
 def test_training_stops_with_an_error_after_max_bad_steps_in_a_row(run, capfd):
-    assert run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3") == 1
+    stopped = run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3")
+    assert stopped == EXIT_DIVERGED
     assert "3 steps in a row" in capfd.readouterr().err
     found = rows(run.folder)
     assert len(found) < 30

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_tape.evaluation.comparison_file import (
+    LOSS,
     TRAINING,
     VariantResult,
     paired_differences,
@@ -273,7 +274,7 @@ def _validation_series(ladder: Ladder) -> list[Series]:
     found = None
     for point in language_points(ladder):
         for subject, by_variant in _subjects(ladder, point):
-            if (subject.task, subject.metric) == (TRAINING, "validation loss"):
+            if (subject.task, subject.metric) == (TRAINING, LOSS):
                 found = subject
                 values[point.name] = by_variant
     if found is None:

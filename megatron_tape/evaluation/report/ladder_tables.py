@@ -1,6 +1,7 @@
 """Tables and notes that show a ladder: encodings compared over model sizes and tokens."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +12,7 @@ from megatron_tape.evaluation.comparison_file import (
     VariantResult,
     results_by_metric,
 )
-from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
+from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint, tuned_loss
 from megatron_tape.evaluation.report import comparison_tables, tables
 from megatron_tape.evaluation.report.comparison_tables import (
     SIGNIFICANT,
@@ -177,16 +178,14 @@ def _estimate_cell(estimate: Estimate | None) -> Cell:
 
 def tuned_losses(comparison: Comparison) -> dict[float, float]:
     """Return the mean validation loss of each learning rate that was tried, by rate in ascending
-    order.
+    order. It is infinite if the training diverged with any seed.
     """
-    losses = {}
-    for subject, results in results_by_metric(comparison).items():
-        if (subject.task, subject.metric) == (TRAINING, "validation loss"):
-            for result in results:
-                rate = _as_rate(result.variant)
-                if rate is not None:
-                    losses[rate] = result.mean
-    return dict(sorted(losses.items()))
+    values = {}
+    for run in comparison.runs:
+        rate = _as_rate(run.variant)
+        if rate is not None:
+            values.setdefault(rate, []).append(tuned_loss(run))
+    return {rate: sum(losses) / len(losses) for rate, losses in sorted(values.items())}
 
 
 def _as_rate(name: str) -> float | None:
@@ -209,7 +208,7 @@ def rates_table(ladder: Ladder) -> Table:
     }
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     decimals = tables.decimals_for(
-        [loss for by_rate in losses.values() for loss in by_rate.values()]
+        [loss for by_rate in losses.values() for loss in by_rate.values() if math.isfinite(loss)]
     )
     # Means over seeds have one more decimal than values. `and` keeps 0 and None.
     decimals = decimals and decimals + 1
@@ -234,7 +233,12 @@ def rates_table(ladder: Ladder) -> Table:
             for rate in rates:
                 is_chosen = chosen is not None and chosen.rate == rate
                 detail = "chosen" if is_chosen and chosen.taken_from is None else ""
-                row.append(number(by_rate.get(rate), decimals, detail))
+                loss = by_rate.get(rate)
+                if loss == math.inf:
+                    # Sorted after all losses. JavaScript cannot read `inf`.
+                    row.append(Cell("diverged", sys.float_info.max, detail))
+                else:
+                    row.append(number(loss, decimals, detail))
             rows.append(row)
             groups.append(point.name)
 
