@@ -145,10 +145,10 @@ def _check_kind(options: argparse.Namespace) -> None:
         if options.extend_grid:
             raise ConfigError("--extend-grid", "requires a ladder", "remove it, or give --ladder")
         return
-    for name in ("recipe", "seeds", "evaluation"):
-        if getattr(options, name) is not None:
+    for name in ("recipe", "seeds", "evaluation", "trust_remote_code"):
+        if getattr(options, name):
             raise ConfigError(
-                f"--{name}",
+                f"--{name.replace('_', '-')}",
                 "does not apply to a ladder",
                 "remove it, and change the recipe of the ladder",
             )
@@ -200,7 +200,7 @@ def _run_ladder(options: argparse.Namespace, overrides: list[str]) -> int:
     """
     names = None
     if options.encodings is not None:
-        names = options.encodings.split(",")
+        names = [name.strip() for name in options.encodings.split(",")]
     output = Path(options.output or f"runs/compare/{Path(options.ladder).stem}")
     ladder = plan_ladder(options.ladder, output, names, overrides)
     if options.check:
@@ -217,7 +217,7 @@ def _run_ladder(options: argparse.Namespace, overrides: list[str]) -> int:
         log(ladder.describe())
         log(ladder.estimate(_slots(options, gpus), gpu_model))
         stopping_signal = _tune(ladder, ladder.tunings, options)
-        if ladder.is_tuned:
+        if stopping_signal is None and ladder.is_tuned:
             ladder.plan_final_runs()
             to_execute = [run for run in ladder.final_runs if run in ladder.unfinished]
             stopping_signal = _execute_of_ladder(ladder, to_execute, options)
@@ -242,6 +242,7 @@ def _run_ladder_task(ladder: LadderPlan, options: argparse.Namespace) -> int:
             ladder.require_complete_grids([tuning])
         return _status(tuning.plan.unfinished, len(tuning.plan.runs), stopping_signal)
 
+    ladder.require_complete_grids()
     if not ladder.is_tuned:
         raise ConfigError(
             "--only",

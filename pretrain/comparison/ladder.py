@@ -18,6 +18,7 @@ import numpy as np
 from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.sections import build
+from megatron_tape.data.inputs import missing_validation
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import Comparison
@@ -217,10 +218,10 @@ class Tuning:
 
     def extend(self) -> None:
         """Add the missing rate to the grid. Raises ConfigError if the grid is too long."""
-        if len(self.rates) == MOST_RATES:
+        if len(self.rates) >= MOST_RATES:
             raise ConfigError(
                 "tuning.learning_rates",
-                f"were extended to {MOST_RATES} rates, of which {self.best:g} is the best of"
+                f"were extended to {len(self.rates)} rates, of which {self.best:g} is the best of"
                 f" {self.name} ({self.point.name}), still at the end",
                 "look at these runs: the loss should rise again at high and at low rates",
             )
@@ -251,6 +252,10 @@ class LadderPlan:
 
     First, the runs of `tunings` are executed, whose grids may grow. The learning rates of
     `final_runs` depend on their results, so `plan_final_runs` plans these again.
+
+    All variants of the recipe are planned, since `results` has the finished runs of all of them.
+    What is executed is limited to the `selected` variants: `tunings`, `tuning_runs`, `final_runs`,
+    `runs` and `unfinished`.
     """
 
     def __init__(
@@ -259,32 +264,40 @@ class LadderPlan:
         variants: Mapping[str, Variant],
         points: Sequence[Point],
         output: Path,
+        selected: Sequence[str],
     ):
         """Plan the runs of a ladder.
 
         Args:
             config: the recipe.
-            variants: the variants to compare, by name; the first one is the baseline.
+            variants: the variants of the recipe, by name; the first one is the baseline.
             points: the points in ascending order.
             output: the directory of the ladder.
+            selected: the names of the variants to execute.
         """
         self.config = config
         self.variants = dict(variants)
         self.points = list(points)
         self.output = output
+        self.selected = set(selected)
         rates = config.tuning.learning_rates
         seeds = config.tuning.seeds
-        self.tunings = [
+        self._tunings = [
             Tuning(point, name, variant, rates, seeds)
             for point in points
             if point.is_tuned
             for name, variant in variants.items()
         ]
-        for tuning in self.tunings:
+        for tuning in self._tunings:
             tuning.extend_to_finished()
         self.checks: list[Tuning] = []
         self.reported: dict[str, ComparisonPlan] = {}
         self.plan_final_runs()
+
+    @property
+    def tunings(self) -> list[Tuning]:
+        """The tunings of the selected variants."""
+        return [tuning for tuning in self._tunings if tuning.name in self.selected]
 
     def plan_final_runs(self) -> None:
         """Plan the reported runs, and the runs of checks.
@@ -329,7 +342,7 @@ class LadderPlan:
     def rate(self, point: Point, name: str) -> float | None:
         """Return the learning rate of a variant at a point; None if it is not known yet."""
         source = self.source(point)
-        for tuning in self.tunings:
+        for tuning in self._tunings:
             if tuning.point == source and tuning.name == name:
                 return tuning.best
         raise KeyError(name)
@@ -364,7 +377,7 @@ class LadderPlan:
     @property
     def comparisons(self) -> list[ComparisonPlan]:
         """The plans of all comparisons."""
-        tunings = [tuning.plan for tuning in [*self.tunings, *self.checks]]
+        tunings = [tuning.plan for tuning in [*self._tunings, *self.checks]]
         return [*tunings, *self.reported.values()]
 
     @property
@@ -377,9 +390,14 @@ class LadderPlan:
         """The runs of checks, and the reported runs, of which those with the first seed come
         first.
         """
-        reported = [run for plan in self.reported.values() for run in plan.runs]
+        checks = [check for check in self.checks if check.name in self.selected]
+        reported = []
+        for plan in self.reported.values():
+            # With each seed, the variants are in the order of the recipe.
+            names = list(self.variants) * len(self.config.seeds)
+            reported += [run for name, run in zip(names, plan.runs) if name in self.selected]
         reported.sort(key=lambda run: self.config.seeds.index(run.seed))
-        return [run for check in self.checks for run in check.plan.runs] + reported
+        return [run for check in checks for run in check.plan.runs] + reported
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -388,8 +406,9 @@ class LadderPlan:
 
     @property
     def unfinished(self) -> list[PlannedRun]:
-        """The runs that are not finished."""
-        return [run for plan in self.comparisons for run in plan.unfinished]
+        """The runs that are not finished, in the order of their execution."""
+        directories = {run.directory for plan in self.comparisons for run in plan.unfinished}
+        return [run for run in self.runs if run.directory in directories]
 
     def record_run(self, run: PlannedRun, seconds: float, gpu_model: str | None) -> None:
         """Record the results of a finished run; see `ComparisonPlan.record`."""
@@ -400,7 +419,7 @@ class LadderPlan:
         """Add the results of runs that other processes have finished, and plan the final runs
         with the rates that these determine.
         """
-        for tuning in self.tunings:
+        for tuning in self._tunings:
             tuning.plan.collect()
             tuning.extend_to_finished()
         self.plan_final_runs()
@@ -416,7 +435,9 @@ class LadderPlan:
         return bool(plans)
 
     def results(self) -> Ladder:
-        """Return the results of all finished runs."""
+        """Return the results of the finished runs, also of variants that are not selected. Left out
+        are runs of earlier recipes, such as those with a seed that has been removed.
+        """
         points = []
         for point in self.points:
             source = self.source(point)
@@ -429,9 +450,9 @@ class LadderPlan:
                     rates[name] = LearningRate(rate, taken_from)
                     names[with_rate(variant, rate).label] = name
             tuning = {
-                tuning.name: _with_names(tuning.plan.results, tuning.rate_names)
-                for tuning in [*self.tunings, *self.checks]
-                if tuning.point == point
+                tuning.name: _planned(tuning.plan, tuning.rate_names)
+                for tuning in [*self._tunings, *self.checks]
+                if tuning.point == point and tuning.plan.results.runs
             }
             points.append(
                 LadderPoint(
@@ -441,7 +462,7 @@ class LadderPlan:
                     parameters=point.parameters,
                     tokens=point.tokens,
                     learning_rates=rates,
-                    comparison=_with_names(self.reported[point.name].results, names),
+                    comparison=_planned(self.reported[point.name], names),
                     tuning=tuning,
                 )
             )
@@ -507,7 +528,7 @@ def plan_ladder(
     Args:
         recipe: path or name of the ladder's recipe.
         output: the directory of the ladder.
-        names: the variants to compare, by their names in the recipe. None compares all.
+        names: the variants to execute, by their names in the recipe. None executes all.
         overrides: arguments `--section.key value`, which change settings of all runs.
 
     Raises:
@@ -516,14 +537,15 @@ def plan_ladder(
     """
     config = read_config(recipe)
     try:
-        variants = named_variants(config, names)
+        variants = variants_of(config)
+        selected = _selected(variants, names)
         points = points_of(config, next(iter(variants.values())), output, overrides)
         _check_tuning(config, points)
     except ConfigError as error:
         raise error.at(recipe) from None
     if (output / NAME).is_file():
         _restore(read_ladder(output / NAME), output)
-    return LadderPlan(config, variants, points, output)
+    return LadderPlan(config, variants, points, output, selected)
 
 
 def read_config(recipe: str) -> LadderConfig:
@@ -553,16 +575,23 @@ def directory_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-+=" else "-" for letter in name)
 
 
-def named_variants(config: LadderConfig, names: Sequence[str] | None) -> dict[str, Variant]:
-    """Return the variants to compare by name, in the order of the recipe."""
-    for name in names or ():
-        if name not in config.variants:
+def _selected(variants: Mapping[str, Variant], names: Sequence[str] | None) -> Sequence[str]:
+    """Return the names of the variants to execute. Raises ConfigError for an unknown name."""
+    if names is None:
+        return list(variants)
+    for name in names:
+        if name not in variants:
             raise ConfigError(
                 "--encodings",
                 f"names {name!r}, which is not a variant of the ladder",
-                f"choose from {', '.join(config.variants)}, or add it to the recipe",
+                f"choose from {', '.join(variants)}, or add it to the recipe",
             )
-    variants = {}
+    return names
+
+
+def variants_of(config: LadderConfig) -> dict[str, Variant]:
+    """Return the variants by name, in the order of the recipe."""
+    variants: dict[str, Variant] = {}
     for name, text in config.variants.items():
         parsed = parse_variants(text)
         if len(parsed) != 1:
@@ -573,8 +602,10 @@ def named_variants(config: LadderConfig, names: Sequence[str] | None) -> dict[st
                 f"sets {RATE}, which the ladder tunes",
                 "remove this setting from the variant",
             )
-        if names is None or name in names:
-            variants[name] = parsed[0]
+        # Their runs would have the same directories.
+        if parsed[0] in variants.values():
+            raise ConfigError(f"variants.{name}", f"repeats {text}", "remove one of them")
+        variants[name] = parsed[0]
     return variants
 
 
@@ -602,14 +633,16 @@ def points_of(
                 )
             )
     for name, task in config.tasks.items():
-        sizes = task.sizes or list(config.sizes)
-        for size in sizes:
+        for size in task.sizes or ():
             if size not in config.sizes:
                 raise ConfigError(
                     f"tasks.{name}.sizes",
                     f"names {size}, which is not a size",
                     f"choose from {', '.join(config.sizes)}",
                 )
+        # In ascending order, whatever that of the task is.
+        sizes = [size for size in config.sizes if size in (task.sizes or config.sizes)]
+        for size in sizes:
             recipe = _arguments(task.recipe, config.sizes[size], task.settings)
             # The smallest size of a task is always tuned, since no other rates suit it.
             is_tuned = size in tuned_sizes or size == sizes[0]
@@ -672,6 +705,25 @@ def _tokens(config: RunConfig, steps: int) -> int:
 def _check_tuning(config: LadderConfig, points: Sequence[Point]) -> None:
     """Raise ConfigError if sizes, amounts of text, rates or seeds do not fit together."""
     tuning = config.tuning
+    for key, seeds in (("seeds", config.seeds), ("tuning.seeds", tuning.seeds)):
+        if len(set(seeds)) < len(seeds):
+            raise ConfigError(key, f"is {seeds}", "give each seed once")
+    for point in points:
+        if point.is_tuned and point.is_checked:
+            raise ConfigError(
+                "tuning.checked_sizes",
+                f"names {point.size}, a size with rates of its own",
+                "name it either there or in tuning.sizes, whose default is all sizes",
+            )
+        reason = None
+        if point.is_tuned or point.is_checked:
+            reason = missing_validation(base_config(point.recipe, point.directory))
+        if reason is not None:
+            raise ConfigError(
+                reason.subjects,
+                f"{reason.problem}, but rates are tuned by the validation loss ({point.name})",
+                reason.fix,
+            )
     for key, named in (("sizes", tuning.sizes or []), ("checked_sizes", tuning.checked_sizes)):
         for size in named:
             if size not in config.sizes:
@@ -739,6 +791,15 @@ def _with_names(comparison: Comparison, names: Mapping[str, str]) -> Comparison:
         replace(run, variant=names[run.variant]) for run in comparison.runs if run.variant in names
     ]
     return replace(comparison, baseline=names.get(comparison.baseline, ""), runs=runs)
+
+
+def _planned(plan: ComparisonPlan, names: Mapping[str, str]) -> Comparison:
+    """Return the results of a comparison with other names of its variants, without variants that
+    have none and without seeds that are not planned.
+    """
+    seeds = {run.seed for run in plan.runs}
+    runs = [run for run in plan.results.runs if run.seed in seeds]
+    return _with_names(replace(plan.results, runs=runs), names)
 
 
 def _restore(ladder: Ladder, output: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_tape.evaluation.ladder_file import read_ladder
 from megatron_tape.evaluation.report.ladder_tables import tuned_losses
 from megatron_tape.evaluation.results import Score
 from pretrain import compare
-from pretrain.comparison.ladder import named_variants, plan_ladder, points_of, read_config
+from pretrain.comparison.ladder import plan_ladder, points_of, read_config, variants_of
 from pretrain.comparison.planned_runs import ComparisonPlan
 
 ROOT = Path(__file__).parents[2]
@@ -280,6 +280,47 @@ def test_more_variants_add_runs(recipe, tmp_path, fake):
     assert len(training.seen) == len(set(training.seen)) == 22
 
 
+def test_results_of_variants_that_are_not_selected_stay_in_the_record(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02})
+    assert climb(recipe, tmp_path / "out") == 0
+    record = read_ladder(tmp_path / "out" / "ladder.json")
+    # The baseline, whose parameters determine the numbers of steps, stays that of the recipe.
+    assert climb(recipe, tmp_path / "out", "--encodings=content") == 0
+    assert read_ladder(tmp_path / "out" / "ladder.json") == record
+    assert len(training.seen) == 22
+
+
+def test_only_selected_variants_are_executed(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02})
+    assert climb(recipe, tmp_path / "out", "--encodings= content") == 0
+    assert len(training.seen) == 3 + 8
+    assert all("tape" in name for name in training.seen)
+
+
+def test_seeds_of_an_earlier_recipe_are_not_recorded(content, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02})
+    content["tokens_per_parameter"] = [0.1]
+    assert climb(write_recipe(content, tmp_path), tmp_path / "out") == 0
+    # Seed 1 was reported, and now rates are chosen from it.
+    content["seeds"] = [3]
+    content["tuning"]["seeds"] = [1]
+    assert climb(write_recipe(content, tmp_path), tmp_path / "out") == 0
+    ladder = read_ladder(tmp_path / "out" / "ladder.json")
+    reported = {run.seed for point in ladder.points for run in point.comparison.runs}
+    tuned = {
+        run.seed for point in ladder.points for part in point.tuning.values() for run in part.runs
+    }
+    assert (reported, tuned) == ({3}, {1})
+    assert len(training.seen) == (6 + 8) + (6 + 4)
+
+
+def test_a_signal_at_the_end_of_tuning_ends_the_ladder(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02}, interrupt_at=5)
+    # The last run of the tuning still finishes.
+    assert climb(recipe, tmp_path / "out") == EXIT_RESTART
+    assert len(training.seen) == 6
+
+
 def test_tasks_of_an_array_tune_first(recipe, tmp_path, fake, capsys):
     training = fake({"rope": 0.02, "tape": 0.08})
     output = tmp_path / "out"
@@ -334,11 +375,14 @@ CHANGES = {
     "no baseline": ({"variants": {"rope": "rope"}}, "variants"),
     "an unknown encoding": ({"variants": {"a": "rope", "b": "ropee"}}, "--encodings"),
     "a rate of its own": ({"variants": {"a": "rope", "b": "rope+optimizer.lr=1"}}, "variants.b"),
+    "a repeated variant": ({"variants": {"a": "rope", "b": "rope"}}, "variants.b"),
+    "a repeated seed": ({"seeds": [1, 1]}, "seeds"),
     "shared seeds": ({"seeds": [9]}, "tuning.seeds"),
     "descending sizes": ({"sizes": {"large": LARGE, "small": SMALL}}, "tuning.sizes"),
     "equal sizes": ({"sizes": {"small": SMALL, "other": SMALL}}, "sizes"),
     "descending amounts": ({"tokens_per_parameter": [2.0, 1.0]}, "tokens_per_parameter"),
     "an unknown setting": ({"settings": {"model.x": 1}}, "model.x"),
+    "no validation loss": ({"settings": {"train.eval_steps": 0}}, "train.eval_steps"),
     "an unknown recipe": ({"recipe": "missing"}, "recipe missing"),
     "a task's size": (
         {"tasks": {"copying": {"recipe": "compare/selective_copy", "sizes": ["x"]}}},
@@ -362,6 +406,8 @@ TUNING_CHANGES = {
     "an unknown size": ({"sizes": ["small", "x"]}, "tuning.sizes"),
     "not the smallest size": ({"sizes": ["large"]}, "tuning.sizes"),
     "an unknown amount": ({"tokens_per_parameter": [0.1, 7.0]}, "tuning.tokens_per_parameter"),
+    "a repeated seed": ({"seeds": [9, 9]}, "tuning.seeds"),
+    "a size that is tuned and checked": ({"checked_sizes": ["small"]}, "tuning.checked_sizes"),
     "an unknown checked size": ({"checked_sizes": ["x"]}, "tuning.checked_sizes"),
 }
 
@@ -385,7 +431,7 @@ def test_options_that_do_not_apply_are_refused(recipe, tmp_path, options):
 
 def test_the_recipe_of_the_repository_is_valid(tmp_path):
     config = read_config("compare/ladder")
-    variants = named_variants(config, None)
+    variants = variants_of(config)
     points = points_of(config, variants["rope"], tmp_path / "out", ())
     assert list(variants)[0] == "rope"
     assert len({point.size for point in points}) >= 3
