@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.comparison_file import (
     LOSS,
     TRAINING,
@@ -90,7 +91,16 @@ def tuned_loss(run: FinishedRun) -> float:
 
 def read_ladder(path: str | Path) -> Ladder:
     """Read a ladder. Raises OSError, or FileError if the file is invalid."""
-    return read_dataclass(path, Ladder)
+    ladder = read_dataclass(path, Ladder)
+    named = set()
+    for point in ladder.points:
+        named |= {*point.learning_rates, *point.tuning, *point.comparison.variants}
+    unknown = sorted(named - set(ladder.variants))
+    if unknown:
+        raise FileError(path, f"cannot be used: variants lacks {unknown[0][:40]}")
+    if not ladder.variants:
+        raise FileError(path, "cannot be used: variants is empty")
+    return ladder
 
 
 def write_ladder(path: Path, ladder: Ladder) -> None:

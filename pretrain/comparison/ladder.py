@@ -7,6 +7,7 @@ variant also has a comparison of learning rates, with other seeds.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +50,8 @@ from pretrain.comparison.planned_runs import (
 
 RATE = "optimizer.lr"
 """The setting that is tuned."""
+DETERMINED = ("train.steps", "schedule.warmup_steps", "train.eval_interval", RATE)
+"""Settings of language models that follow from the recipe of the ladder."""
 STEP = 2.0
 """Ratio of neighboring learning rates."""
 MOST_RATES = 16
@@ -537,6 +540,8 @@ def plan_ladder(
     """
     config = read_config(recipe)
     try:
+        _check_names(config)
+        _check_settings(config, overrides)
         variants = variants_of(config)
         selected = _selected(variants, names)
         points = points_of(config, next(iter(variants.values())), output, overrides)
@@ -571,8 +576,10 @@ def tuning_directory(point: Path, name: str) -> Path:
 
 
 def directory_name(name: str) -> str:
-    """Return a directory for the name of a size, an amount of text, a task or a variant."""
-    return "".join(letter if letter.isalnum() or letter in "._-+=" else "-" for letter in name)
+    """Return a directory for the name of a size, an amount of text, a task or a variant. It is the
+    name itself for names that recipes may use.
+    """
+    return re.sub(r"^\.|[^\w.+=-]", "-", name)
 
 
 def _selected(variants: Mapping[str, Variant], names: Sequence[str] | None) -> Sequence[str]:
@@ -700,6 +707,42 @@ def _point(
 def _tokens(config: RunConfig, steps: int) -> int:
     """Return the number of tokens of the first `steps` steps."""
     return config.train.samples_after(steps) * config.model.seq_length
+
+
+def _check_names(config: LadderConfig) -> None:
+    """Raise ConfigError for a name that is no name of a directory, or that --encodings would
+    split.
+    """
+    for key, names in (
+        ("sizes", config.sizes),
+        ("variants", config.variants),
+        ("tasks", config.tasks),
+    ):
+        for name in names:
+            if not re.fullmatch(r"\w[\w.+=-]*", name):
+                raise ConfigError(
+                    f"{key}.{name}",
+                    "has characters that no name may have",
+                    "use letters, digits and any of . _ + = - after the first one",
+                )
+
+
+def _check_settings(config: LadderConfig, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings that would have no effect, since the ladder determines
+    them.
+    """
+    given = [text[2:].partition("=")[0] for text in overrides if text.startswith("--")]
+    for settings in (config.settings, *config.sizes.values()):
+        given += settings
+    for task in config.tasks.values():
+        given += [key for key in task.settings if key == RATE]
+    for key in given:
+        if key in DETERMINED:
+            raise ConfigError(
+                key,
+                "follows from tokens_per_parameter, warmup_fraction or tuning of the ladder",
+                "remove it, and change these",
+            )
 
 
 def _check_tuning(config: LadderConfig, points: Sequence[Point]) -> None:

@@ -16,7 +16,7 @@ from launch import start_python
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
-from megatron_tape.errors import EXIT_DIVERGED, EXIT_RESTART, ConfigError
+from megatron_tape.errors import EXIT_DIVERGED, EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation.comparison_file import TRAINING, FinishedRun, write_comparison
 from megatron_tape.evaluation.ladder_file import read_ladder
 from megatron_tape.evaluation.report.ladder_tables import tuned_losses
@@ -375,6 +375,8 @@ CHANGES = {
     "no baseline": ({"variants": {"rope": "rope"}}, "variants"),
     "an unknown encoding": ({"variants": {"a": "rope", "b": "ropee"}}, "--encodings"),
     "a rate of its own": ({"variants": {"a": "rope", "b": "rope+optimizer.lr=1"}}, "variants.b"),
+    "a comma": ({"variants": {"a": "rope", "b,c": "tape"}}, "variants.b,c"),
+    "a path": ({"sizes": {"../x": SMALL}}, "sizes.../x"),
     "a repeated variant": ({"variants": {"a": "rope", "b": "rope"}}, "variants.b"),
     "a repeated seed": ({"seeds": [1, 1]}, "seeds"),
     "shared seeds": ({"seeds": [9]}, "tuning.seeds"),
@@ -382,7 +384,6 @@ CHANGES = {
     "equal sizes": ({"sizes": {"small": SMALL, "other": SMALL}}, "sizes"),
     "descending amounts": ({"tokens_per_parameter": [2.0, 1.0]}, "tokens_per_parameter"),
     "an unknown setting": ({"settings": {"model.x": 1}}, "model.x"),
-    "no validation loss": ({"settings": {"train.eval_steps": 0}}, "train.eval_steps"),
     "an unknown recipe": ({"recipe": "missing"}, "recipe missing"),
     "a task's size": (
         {"tasks": {"copying": {"recipe": "compare/selective_copy", "sizes": ["x"]}}},
@@ -398,6 +399,49 @@ def test_invalid_recipes_are_refused(content, tmp_path, change, key):
         plan_of(recipe, tmp_path / "out")
     assert key in error.value.subjects
     assert not (tmp_path / "out").exists()
+
+
+def test_tuning_requires_a_validation_loss(content, tmp_path):
+    settings = {"train.eval_interval": 0}
+    content["tasks"] = {"copying": {"recipe": "compare/selective_copy", "settings": settings}}
+    with pytest.raises(ConfigError, match="tuned by the validation loss") as error:
+        plan_of(write_recipe(content, tmp_path), tmp_path / "out")
+    assert error.value.subject == "train.eval_interval"
+
+
+@pytest.mark.parametrize("key", ["train.steps", "optimizer.lr"])
+def test_settings_that_the_ladder_determines_are_refused(content, tmp_path, key):
+    recipe = write_recipe(content, tmp_path)
+    with pytest.raises(ConfigError, match=key):
+        plan_of(recipe, tmp_path / "out", f"--{key}=1")
+    with pytest.raises(ConfigError, match=key):
+        plan_of(recipe, tmp_path / "out", f"--{key}", "1")
+    content["settings"][key] = 1
+    with pytest.raises(ConfigError, match=key):
+        plan_of(write_recipe(content, tmp_path), tmp_path / "out")
+
+
+def test_names_of_a_record_lead_nowhere_else(recipe, tmp_path, fake):
+    fake({"rope": 0.02, "tape": 0.02})
+    climb(recipe, tmp_path / "out", "--encodings=rope")
+    record = json.loads((tmp_path / "out" / "ladder.json").read_text())
+    record["points"][0]["size"] = ".."
+    new = tmp_path / "parent" / "new"
+    new.mkdir(parents=True)
+    (new / "ladder.json").write_text(json.dumps(record))
+    plan_of(recipe, new)
+    assert list(new.parent.iterdir()) == [new]
+
+
+def test_a_record_with_unknown_variants_is_refused(recipe, tmp_path, fake):
+    fake({"rope": 0.02, "tape": 0.02})
+    climb(recipe, tmp_path / "out", "--encodings=rope")
+    file = tmp_path / "out" / "ladder.json"
+    record = json.loads(file.read_text())
+    for variants in ({}, {"other": "rope"}):
+        file.write_text(json.dumps({**record, "variants": variants}))
+        with pytest.raises(FileError, match="variants"):
+            plan_of(recipe, tmp_path / "out")
 
 
 TUNING_CHANGES = {
