@@ -54,7 +54,10 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
             "       %(prog)s --ladder RECIPE [--extend-grid] [--section.key value ...]"
         ),
         description=__doc__,
-        epilog="--section.key value changes a setting of the recipe for all runs.",
+        epilog=(
+            "--section.key value changes a setting of the recipe for all runs, with --ladder for"
+            " the language models."
+        ),
     )
     add = parser.add_argument
     add(

@@ -46,6 +46,7 @@ from pretrain.comparison.planned_runs import (
     parse_variants,
     plan_comparison,
     recipe_tasks,
+    run_directory,
 )
 
 RATE = "optimizer.lr"
@@ -237,9 +238,7 @@ class Tuning:
             variant = with_rate(self.variant, rate)
             finished = {run.name for run in self.plan.results.runs}
             for seed in self.seeds:
-                result = (
-                    self.plan.output / variant.directory / f"seed-{seed}" / comparison_file.NAME
-                )
+                result = result_file(self.plan.output, variant, seed)
                 if (variant.label, seed) not in finished and not result.is_file():
                     return
             self.extend()
@@ -532,7 +531,7 @@ def plan_ladder(
         recipe: path or name of the ladder's recipe.
         output: the directory of the ladder.
         names: the variants to execute, by their names in the recipe. None executes all.
-        overrides: arguments `--section.key value`, which change settings of all runs.
+        overrides: arguments `--section.key value`, which change settings of the language models.
 
     Raises:
         UserError: the recipe or the settings of a run are invalid, or settings differ from those of
@@ -573,6 +572,11 @@ def rate_text(rate: float) -> str:
 def tuning_directory(point: Path, name: str) -> Path:
     """Return the directory of the comparison of a variant's learning rates."""
     return point / "tuning" / directory_name(name)
+
+
+def result_file(output: Path, variant: Variant, seed: int) -> Path:
+    """Return the file with the results of a run of the comparison in the directory `output`."""
+    return run_directory(output, variant, seed) / comparison_file.NAME
 
 
 def directory_name(name: str) -> str:
@@ -846,8 +850,8 @@ def _planned(plan: ComparisonPlan, names: Mapping[str, str]) -> Comparison:
 
 
 def _restore(ladder: Ladder, output: Path) -> None:
-    """Write the comparisons of `ladder` into the directories of their points, unless these have
-    results already, so that a ladder from another machine continues.
+    """Write the runs of `ladder` into the directories of their points, unless these have results
+    already, so that a ladder from another machine continues.
     """
     for point in ladder.points:
         directory = output / directory_name(point.size) / directory_name(point.training)
@@ -863,9 +867,16 @@ def _restore(ladder: Ladder, output: Path) -> None:
 
 
 def _restore_comparison(directory: Path, comparison: Comparison) -> None:
-    """Write a comparison into its directory, unless it has one or there are no runs."""
+    """Write the runs of a comparison that its directory lacks into their own directories. As
+    results of runs, they are used only if their settings are those of the recipe.
+    """
     file = directory / comparison_file.NAME
-    if file.exists() or not comparison.runs:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    comparison_file.write_comparison(file, comparison)
+    known = set()
+    if file.is_file():
+        known = {run.name for run in comparison_file.read_comparison(file).runs}
+    for run in comparison.runs:
+        # The name of the directory depends only on the label.
+        result = result_file(directory, Variant(run.variant), run.seed)
+        if run.name not in known and not result.is_file():
+            result.parent.mkdir(parents=True, exist_ok=True)
+            comparison_file.write_comparison(result, replace(comparison, runs=[run]))

@@ -369,6 +369,11 @@ def parse_seeds(text: str) -> range:
     )
 
 
+def run_directory(output: Path, variant: Variant, seed: int) -> Path:
+    """Return the directory of a run of the comparison in the directory `output`."""
+    return output / variant.directory / f"seed-{seed}"
+
+
 def _plan_run(
     variant: Variant, seed: int, recipe: list[str], base: RunConfig, evaluation: list[str] | None
 ) -> PlannedRun:
@@ -379,7 +384,7 @@ def _plan_run(
 
     Raises UserError for invalid settings, and if the run has started with other settings.
     """
-    directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
+    directory = run_directory(Path(base.logging.directory), variant, seed)
     arguments = [*recipe, *variant.arguments]
     # pretrain.evaluate evaluates the tasks, so training must not.
     for task in base.evaluation.enabled_tasks():

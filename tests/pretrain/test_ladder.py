@@ -272,6 +272,26 @@ def test_a_ladder_continues_elsewhere_from_its_record(recipe, tmp_path, fake):
     assert json.loads((tmp_path / "new" / "ladder.json").read_text()) == json.loads(record)
 
 
+def test_a_record_completes_a_ladder_that_has_begun(recipe, tmp_path, fake):
+    training = fake({"rope": 0.02, "tape": 0.02})
+    climb(recipe, tmp_path / "out")
+    climb(recipe, tmp_path / "new", "--encodings=rope")
+    count = len(training.seen)
+    shutil.copy(tmp_path / "out" / "ladder.json", tmp_path / "new")
+    assert climb(recipe, tmp_path / "new") == 0
+    assert len(training.seen) == count
+
+
+def test_a_record_with_other_settings_is_refused(content, tmp_path, fake):
+    fake({"rope": 0.02, "tape": 0.02})
+    climb(write_recipe(content, tmp_path), tmp_path / "out", "--encodings=rope")
+    (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / "out" / "ladder.json", tmp_path / "new")
+    content["settings"]["optimizer.weight_decay"] = 0.2
+    with pytest.raises(FileError, match="other settings .*weight_decay"):
+        climb(write_recipe(content, tmp_path), tmp_path / "new")
+
+
 def test_more_variants_add_runs(recipe, tmp_path, fake):
     training = fake({"rope": 0.02, "tape": 0.02})
     assert climb(recipe, tmp_path / "out", "--encodings=rope") == 0

@@ -393,10 +393,10 @@ def notes(ladder: Ladder, missing: Sequence[str] = ()) -> list[str]:
             " common, such as a learning rate that suits a variant less, is not in the intervals."
         ),
         (
-            "A difference is said to stay about the same if the interval of its slope contains 0"
-            f" and allows no change of {100 * STABLE:.0f} % of the difference over the measured"
-            " range. If it allows more, nothing is decided: a large p does not show that nothing"
-            " changes. At the upper end, a difference is that of the fitted line."
+            "A difference is said to stay about the same if its slope is not significant, and the"
+            f" interval of the slope allows no change of {100 * STABLE:.0f} % of the difference"
+            " over the measured range. If it allows more, nothing is decided: a large p does not"
+            " show that nothing changes. At the upper end, a difference is that of the fitted line."
         ),
         (
             "p values are two-sided and corrected by Holm's method for the number of variants, but"
