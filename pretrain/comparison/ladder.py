@@ -7,19 +7,12 @@ variant also has a comparison of learning rates, with other seeds.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
 
-from megatron_tape.config.recipes import find_recipe
-from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.sections import build
-from megatron_tape.data.inputs import missing_validation
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import Comparison
@@ -31,118 +24,38 @@ from megatron_tape.evaluation.ladder_file import (
     read_ladder,
     tuned_loss,
 )
-from megatron_tape.io.records import read_yaml
-from megatron_tape.model.names import KINDS
 from megatron_tape.planning.hardware import peak_flops
-from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position.encoding import Bounds, Positive
-from megatron_tape.text import counted
+from megatron_tape.text import counted, duration
+from pretrain.comparison.ladder_recipe import (
+    RATE,
+    STEP,
+    LadderConfig,
+    Point,
+    check_points,
+    directory_name,
+    points_of,
+    read_recipe,
+    variants_of,
+)
 from pretrain.comparison.planned_runs import (
     ComparisonPlan,
     PlannedRun,
     Variant,
-    as_argument,
     base_config,
-    parse_variants,
     plan_comparison,
     recipe_tasks,
     run_directory,
 )
 
-RATE = "optimizer.lr"
-"""The setting that is tuned."""
-DETERMINED = ("train.steps", "schedule.warmup_steps", "train.eval_interval", RATE)
-"""Settings of language models that follow from the recipe of the ladder."""
-STEP = 2.0
-"""Ratio of neighboring learning rates."""
-MOST_RATES = 16
-"""Maximum number of rates of a grid, extended rates included."""
+MOST_RATES = 12
+"""Maximum number of learning rates up to which a grid is extended."""
 CORE_FLOPS = 3e10
 """FLOP/s of a CPU core, for estimates before any run is finished. A server's core reaches 20 to 60
 GFLOP/s with small models."""
 GPU_FRACTION = 0.2
 """Fraction of a GPU's peak for these estimates."""
-Seeds = Annotated[list[Annotated[int, Bounds(ge=1)]], Bounds(min_length=1)]
-Settings = dict[str, Any]
-"""Settings of runs by their full keys, such as `model.hidden_size`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningConfig:
-    """How learning rates are tuned."""
-
-    learning_rates: Annotated[list[Positive], Bounds(min_length=3)]
-    """Ascending learning rates to try, each twice the one before."""
-    seeds: Seeds
-    """Seeds of the runs that rates are chosen from. They must not be among the reported seeds."""
-    sizes: list[str] | None = None
-    """Sizes at which rates are tuned. Default: all."""
-    tokens_per_parameter: list[Positive] | None = None
-    """Amounts of text at which rates are tuned. Default: the smallest."""
-    checked_sizes: list[str] = field(default_factory=list)
-    """Sizes without tuning at which half and twice the rate are tried as well, at the smallest
-    amount of text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """A synthetic task."""
-
-    recipe: str
-    """Path or name of its recipe, which sets the number of steps."""
-    sizes: list[str] | None = None
-    """Sizes of models that are trained on it. Default: all."""
-    settings: Settings = field(default_factory=dict)
-    """Settings that differ from the recipe's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LadderConfig:
-    """The contents of a ladder's recipe."""
-
-    recipe: str
-    """Path or name of the recipe of the language models."""
-    settings: Settings = field(default_factory=dict)
-    """Settings that differ from the recipe's."""
-    variants: Annotated[dict[str, str], Bounds(min_length=2)]
-    """By name, the variants as in --encodings. The first one is the baseline."""
-    sizes: Annotated[dict[str, Settings], Bounds(min_length=1)]
-    """By name, the settings of each model size, in ascending order."""
-    tokens_per_parameter: Annotated[list[Positive], Bounds(min_length=1)]
-    """Ascending amounts of text in tokens per parameter. The parameters are those of the baseline
-    without the embedding and the output layer."""
-    warmup_fraction: Annotated[float, Bounds(ge=0, lt=1)] = 0.1
-    """Fraction of the steps of a language model over which the learning rate rises."""
-    tuning: TuningConfig
-    """How learning rates are tuned."""
-    seeds: Seeds
-    """Seeds of the reported runs."""
-    tasks: dict[str, TaskConfig] = field(default_factory=dict)
-    """By name, synthetic tasks on which models of these sizes are trained, too."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """A model size, trained on an amount of text or on a synthetic task."""
-
-    size: str
-    training: str
-    """The name of the amount of text, or of the task."""
-    tokens_per_parameter: float | None
-    """None for a task."""
-    parameters: int
-    """Parameters of the baseline without the embedding and the output layer."""
-    tokens: int
-    """Tokens that a run is trained on."""
-    recipe: list[str]
-    """Arguments of pretrain.train that all runs share."""
-    directory: Path
-    is_tuned: bool
-    is_checked: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.size}, {self.training}"
+START_SECONDS = 15.0
+"""Time that a run takes besides its training, mostly to import libraries and to evaluate."""
 
 
 class Tuning:
@@ -209,26 +122,32 @@ class Tuning:
         return min(losses, key=losses.__getitem__)
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the best rate is the first or the last of the grid, or all rates are equally
+        good.
+        """
+        return self.best in (self.rates[0], self.rates[-1])
+
+    @property
     def missing_rate(self) -> float | None:
-        """The rate to add because the best one is the first or the last of the grid, or None."""
-        best = self.best
-        if best is None:
+        """The rate to add because the best one is the first or the last of the grid.
+
+        None if the best rate is not at the end, or more rates would not help: if there are many
+        already, or all of them have the same loss.
+        """
+        losses = self.losses
+        if not self.is_at_end or len(losses) >= MOST_RATES:
             return None
-        if best == min(self.losses):
-            return best / STEP
-        if best == max(self.losses):
-            return best * STEP
-        return None
+        # Lower rates may help if all of these diverged.
+        is_flat = len(set(losses.values())) == 1 and math.isfinite(losses[self.best])
+        if is_flat:
+            return None
+        if self.best == self.rates[0]:
+            return self.rates[0] / STEP
+        return self.rates[-1] * STEP
 
     def extend(self) -> None:
-        """Add the missing rate to the grid. Raises ConfigError if the grid is too long."""
-        if len(self.rates) >= MOST_RATES:
-            raise ConfigError(
-                "tuning.learning_rates",
-                f"were extended to {len(self.rates)} rates, of which {self.best:g} is the best of"
-                f" {self.name} ({self.point.name}), still at the end",
-                "look at these runs: the loss should rise again at high and at low rates",
-            )
+        """Add the missing rate to the grid."""
         self.rates = sorted([*self.rates, self.missing_rate])
         self.plan = self._plan()
 
@@ -292,7 +211,7 @@ class LadderPlan:
         ]
         for tuning in self._tunings:
             tuning.extend_to_finished()
-        self.checks: list[Tuning] = []
+        self._checks: dict[tuple[str, str], Tuning] = {}
         self.reported: dict[str, ComparisonPlan] = {}
         self.plan_final_runs()
 
@@ -307,16 +226,18 @@ class LadderPlan:
         Variants whose rate is not known yet have the first one of the grid: their settings are
         checked before the first run, and their FLOPs do not depend on the rate.
         """
-        self.checks = []
         for point in self.points:
             variants = []
             for name, variant in self.variants.items():
                 rate = self.rate(point, name) or self.config.tuning.learning_rates[0]
                 variants.append(with_rate(variant, rate))
                 if point.is_checked:
-                    rates = [rate / STEP, rate, rate * STEP]
-                    seeds = self.config.tuning.seeds
-                    self.checks.append(Tuning(point, name, variant, rates, seeds))
+                    self._plan_check(point, name, rate)
+            plan = self.reported.get(point.name)
+            # Planning takes longer than looking for results.
+            if plan is not None and plan.variants == variants:
+                plan.collect()
+                continue
             evaluation = recipe_tasks(base_config(point.recipe, point.directory))
             self.reported[point.name] = plan_comparison(
                 point.directory,
@@ -326,6 +247,22 @@ class LadderPlan:
                 evaluation,
                 where=point.name,
             )
+
+    def _plan_check(self, point: Point, name: str, rate: float) -> None:
+        """Plan the runs that try half and twice the rate of a variant at a point."""
+        rates = [rate / STEP, rate, rate * STEP]
+        check = self._checks.get((point.name, name))
+        if check is not None and check.rates == rates:
+            check.plan.collect()
+            return
+        variant = self.variants[name]
+        seeds = self.config.tuning.seeds
+        self._checks[point.name, name] = Tuning(point, name, variant, rates, seeds)
+
+    @property
+    def checks(self) -> list[Tuning]:
+        """The checks of rates at other points than those where they were tuned."""
+        return list(self._checks.values())
 
     def source(self, point: Point) -> Point:
         """Return the tuned point from which `point` takes its learning rates.
@@ -352,28 +289,30 @@ class LadderPlan:
     @property
     def is_tuned(self) -> bool:
         """Whether all learning rates are known, and none is at the end of its grid."""
-        return all(
-            tuning.best is not None and tuning.missing_rate is None for tuning in self.tunings
-        )
+        return all(tuning.best is not None and not tuning.is_at_end for tuning in self.tunings)
 
     def require_complete_grids(self, tunings: Sequence[Tuning] | None = None) -> None:
         """Raise ConfigError if the best learning rate of a tuning is at the end of its grid.
 
         `tunings` are those to look at; None stands for all.
         """
-        at_end = [
-            tuning
-            for tuning in (self.tunings if tunings is None else tunings)
-            if tuning.missing_rate is not None
-        ]
+        at_end = [tuning for tuning in tunings or self.tunings if tuning.is_at_end]
         if not at_end:
             return
         named = [f"{tuning.best:g} of {tuning.name} ({tuning.point.name})" for tuning in at_end]
-        rates = sorted({tuning.missing_rate for tuning in at_end})
+        problem = f"ends at the best rate: {'; '.join(named)}"
+        rates = {tuning.missing_rate for tuning in at_end}
+        if None in rates:
+            raise ConfigError(
+                "tuning.learning_rates",
+                problem,
+                "look at the losses of these rates: if they are equal, the models learn nothing"
+                " and need more tokens_per_parameter or other settings",
+            )
         raise ConfigError(
             "tuning.learning_rates",
-            f"ends at the best rate: {'; '.join(named)}",
-            f"add {', '.join(map(rate_text, rates))} to the recipe, or give --extend-grid",
+            problem,
+            f"add {', '.join(map(rate_text, sorted(rates)))} to the recipe, or give --extend-grid",
         )
 
     @property
@@ -471,24 +410,31 @@ class LadderPlan:
         return Ladder({name: variant.label for name, variant in self.variants.items()}, points)
 
     def describe(self) -> str:
-        """Return the numbers of tunings and runs, and the directory."""
-        finished = len(self.runs) - len(self.unfinished)
-        return (
+        """Return the numbers of tunings and runs, the directory, and the steps of each point."""
+        count = len(self.runs)
+        lines = [
             f"{counted(len(self.tunings), 'tuning')} of learning rates"
             f" ({counted(len(self.tuning_runs), 'run')}),"
-            f" {counted(len(self.final_runs), 'other run')}, {finished} finished, output in"
-            f" {self.output}"
-        )
+            f" {counted(len(self.final_runs), 'other run')},"
+            f" {count - len(self.unfinished)} of {count} finished, output in {self.output}"
+        ]
+        for point in self.points:
+            lines.append(
+                f"  {point.name}: {counted(point.parameters, 'parameter')},"
+                f" {counted(point.steps, 'step')}, {counted(point.tokens, 'token')}"
+            )
+        return "\n".join(lines)
 
     def estimate(self, devices: int, gpu_model: str | None) -> str:
         """Return what the runs that are not finished take, on `devices` devices of the model
         `gpu_model`, or on as many CPU cores if it is None.
         """
-        flops = sum(run.flops for run in self.unfinished)
+        unfinished = self.unfinished
+        flops = sum(run.flops for run in unfinished)
         text = f"not finished: {flops:.2g} FLOPs of training"
         kind = "CPU core" if gpu_model is None else "GPU"
         speed = self._measured_speed()
-        basis = f"the finished runs took {kind} time at"
+        basis = "the speed of the finished runs:"
         if speed is None:
             speed = CORE_FLOPS
             if gpu_model is not None:
@@ -497,23 +443,24 @@ class LadderPlan:
                     return text
                 speed = GPU_FRACTION * peak
             basis = "assuming"
-        hours = flops / speed / devices / 3600
+        seconds = (len(unfinished) * START_SECONDS + flops / speed) / devices
         return (
-            f"{text}, about {hours:.2g} hours on {counted(devices, kind)} ({basis}"
-            f" {speed / 1e9:,.0f} GFLOP/s)"
+            f"{text}, about {duration(seconds)} on {counted(devices, kind)} ({basis}"
+            f" {speed / 1e9:.2g} GFLOP/s)"
         )
 
     def _measured_speed(self) -> float | None:
-        """Return the FLOP/s of the finished runs, with their evaluation; None without any."""
+        """Return the FLOP/s of the training of finished runs; None without any."""
         flops = 0
         seconds = 0.0
         for plan in self.comparisons:
             finished = {run.name: run.seconds for run in plan.results.runs}
             for run in plan.runs:
                 name = (run.variant.label, run.seed)
-                if name in finished:
+                # Short runs consist of little but their start.
+                if finished.get(name, 0) > 2 * START_SECONDS:
                     flops += run.flops
-                    seconds += finished[name]
+                    seconds += finished[name] - START_SECONDS
         if seconds == 0:
             return None
         return flops / seconds
@@ -537,26 +484,17 @@ def plan_ladder(
         UserError: the recipe or the settings of a run are invalid, or settings differ from those of
             existing results.
     """
-    config = read_config(recipe)
     try:
-        _check_names(config)
-        _check_settings(config, overrides)
+        config = read_recipe(recipe)
         variants = variants_of(config)
         selected = _selected(variants, names)
         points = points_of(config, next(iter(variants.values())), output, overrides)
-        _check_tuning(config, points)
+        check_points(config, points)
     except ConfigError as error:
         raise error.at(recipe) from None
     if (output / NAME).is_file():
         _restore(read_ladder(output / NAME), output)
     return LadderPlan(config, variants, points, output, selected)
-
-
-def read_config(recipe: str) -> LadderConfig:
-    """Read a ladder's recipe, given as a path or a name. Raises UserError if it is invalid."""
-    path = find_recipe(recipe)
-    values = read_yaml(path, dict[str, Any])
-    return build(LadderConfig, values, fix=f"add {{key}} to {path}")
 
 
 def with_rate(variant: Variant, rate: float) -> Variant:
@@ -579,13 +517,6 @@ def result_file(output: Path, variant: Variant, seed: int) -> Path:
     return run_directory(output, variant, seed) / comparison_file.NAME
 
 
-def directory_name(name: str) -> str:
-    """Return a directory for the name of a size, an amount of text, a task or a variant. It is the
-    name itself for names that recipes may use.
-    """
-    return re.sub(r"^\.|[^\w.+=-]", "-", name)
-
-
 def _selected(variants: Mapping[str, Variant], names: Sequence[str] | None) -> Sequence[str]:
     """Return the names of the variants to execute. Raises ConfigError for an unknown name."""
     if names is None:
@@ -598,229 +529,6 @@ def _selected(variants: Mapping[str, Variant], names: Sequence[str] | None) -> S
                 f"choose from {', '.join(variants)}, or add it to the recipe",
             )
     return names
-
-
-def variants_of(config: LadderConfig) -> dict[str, Variant]:
-    """Return the variants by name, in the order of the recipe."""
-    variants: dict[str, Variant] = {}
-    for name, text in config.variants.items():
-        parsed = parse_variants(text)
-        if len(parsed) != 1:
-            raise ConfigError(f"variants.{name}", f"is {text}", "give one variant")
-        if any(key == RATE for key, _ in parsed[0].settings):
-            raise ConfigError(
-                f"variants.{name}",
-                f"sets {RATE}, which the ladder tunes",
-                "remove this setting from the variant",
-            )
-        # Their runs would have the same directories.
-        if parsed[0] in variants.values():
-            raise ConfigError(f"variants.{name}", f"repeats {text}", "remove one of them")
-        variants[name] = parsed[0]
-    return variants
-
-
-def points_of(
-    config: LadderConfig, baseline: Variant, output: Path, overrides: Sequence[str]
-) -> list[Point]:
-    """Return the points in ascending order: by size, then by amount of text; tasks come last."""
-    tuned_sizes = config.tuning.sizes or list(config.sizes)
-    amounts = config.tokens_per_parameter
-    tuned_amounts = config.tuning.tokens_per_parameter or amounts[:1]
-    point_of = partial(_point, baseline=baseline, output=output)
-    points = []
-    for size, size_settings in config.sizes.items():
-        recipe = _arguments(config.recipe, config.settings, size_settings)
-        for amount in amounts:
-            points.append(
-                point_of(
-                    size,
-                    f"{amount:g} tokens per parameter",
-                    [*recipe, *overrides],
-                    amount=amount,
-                    warmup_fraction=config.warmup_fraction,
-                    is_tuned=size in tuned_sizes and amount in tuned_amounts,
-                    is_checked=size in config.tuning.checked_sizes and amount == tuned_amounts[0],
-                )
-            )
-    for name, task in config.tasks.items():
-        for size in task.sizes or ():
-            if size not in config.sizes:
-                raise ConfigError(
-                    f"tasks.{name}.sizes",
-                    f"names {size}, which is not a size",
-                    f"choose from {', '.join(config.sizes)}",
-                )
-        # In ascending order, whatever that of the task is.
-        sizes = [size for size in config.sizes if size in (task.sizes or config.sizes)]
-        for size in sizes:
-            recipe = _arguments(task.recipe, config.sizes[size], task.settings)
-            # The smallest size of a task is always tuned, since no other rates suit it.
-            is_tuned = size in tuned_sizes or size == sizes[0]
-            points.append(point_of(size, name, recipe, is_tuned=is_tuned))
-    return points
-
-
-def _arguments(recipe: str, *settings: Settings) -> list[str]:
-    """Return a recipe and settings that differ from it as arguments of pretrain.train."""
-    arguments = ["--config", recipe]
-    for key, value in {key: value for part in settings for key, value in part.items()}.items():
-        arguments += [f"--{key}", as_argument(value)]
-    return arguments
-
-
-def _point(
-    size: str,
-    training: str,
-    recipe: list[str],
-    *,
-    baseline: Variant,
-    output: Path,
-    is_tuned: bool,
-    is_checked: bool = False,
-    amount: float | None = None,
-    warmup_fraction: float = 0.0,
-) -> Point:
-    """Return a point. `amount`, in tokens per parameter, determines the number of steps."""
-    directory = output / directory_name(size) / directory_name(training)
-    config = base_config([*recipe, *baseline.arguments], directory)
-    parameters = parameter_count(config.model, kinds=set(KINDS) - {"embeddings", "output"})
-    if amount is not None:
-        steps = max(1, round(amount * parameters / _tokens(config, 1)))
-        recipe = [
-            *recipe,
-            *("--train.steps", str(steps)),
-            *("--schedule.warmup_steps", str(round(warmup_fraction * steps))),
-            # The validation loss is measured once, after the last step.
-            *("--train.eval_interval", str(steps)),
-        ]
-        config = base_config([*recipe, *baseline.arguments], directory)
-    return Point(
-        size=size,
-        training=training,
-        tokens_per_parameter=amount,
-        parameters=parameters,
-        tokens=_tokens(config, config.train.steps),
-        recipe=recipe,
-        directory=directory,
-        is_tuned=is_tuned,
-        is_checked=is_checked,
-    )
-
-
-def _tokens(config: RunConfig, steps: int) -> int:
-    """Return the number of tokens of the first `steps` steps."""
-    return config.train.samples_after(steps) * config.model.seq_length
-
-
-def _check_names(config: LadderConfig) -> None:
-    """Raise ConfigError for a name that is no name of a directory, or that --encodings would
-    split.
-    """
-    for key, names in (
-        ("sizes", config.sizes),
-        ("variants", config.variants),
-        ("tasks", config.tasks),
-    ):
-        for name in names:
-            if not re.fullmatch(r"\w[\w.+=-]*", name):
-                raise ConfigError(
-                    f"{key}.{name}",
-                    "has characters that no name may have",
-                    "use letters, digits and any of . _ + = - after the first one",
-                )
-
-
-def _check_settings(config: LadderConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings that would have no effect, since the ladder determines
-    them.
-    """
-    given = [text[2:].partition("=")[0] for text in overrides if text.startswith("--")]
-    for settings in (config.settings, *config.sizes.values()):
-        given += settings
-    for task in config.tasks.values():
-        given += [key for key in task.settings if key == RATE]
-    for key in given:
-        if key in DETERMINED:
-            raise ConfigError(
-                key,
-                "follows from tokens_per_parameter, warmup_fraction or tuning of the ladder",
-                "remove it, and change these",
-            )
-
-
-def _check_tuning(config: LadderConfig, points: Sequence[Point]) -> None:
-    """Raise ConfigError if sizes, amounts of text, rates or seeds do not fit together."""
-    tuning = config.tuning
-    for key, seeds in (("seeds", config.seeds), ("tuning.seeds", tuning.seeds)):
-        if len(set(seeds)) < len(seeds):
-            raise ConfigError(key, f"is {seeds}", "give each seed once")
-    for point in points:
-        if point.is_tuned and point.is_checked:
-            raise ConfigError(
-                "tuning.checked_sizes",
-                f"names {point.size}, a size with rates of its own",
-                "name it either there or in tuning.sizes, whose default is all sizes",
-            )
-        reason = None
-        if point.is_tuned or point.is_checked:
-            reason = missing_validation(base_config(point.recipe, point.directory))
-        if reason is not None:
-            raise ConfigError(
-                reason.subjects,
-                f"{reason.problem}, but rates are tuned by the validation loss ({point.name})",
-                reason.fix,
-            )
-    for key, named in (("sizes", tuning.sizes or []), ("checked_sizes", tuning.checked_sizes)):
-        for size in named:
-            if size not in config.sizes:
-                raise ConfigError(
-                    f"tuning.{key}",
-                    f"names {size}, which is not a size",
-                    f"choose from {', '.join(config.sizes)}",
-                )
-    smallest = next(iter(config.sizes))
-    if tuning.sizes is not None and smallest not in tuning.sizes:
-        raise ConfigError(
-            "tuning.sizes",
-            f"lacks {smallest}, the smallest size, which has no smaller one to take its rates from",
-            f"add {smallest}",
-        )
-    amounts = config.tokens_per_parameter
-    if amounts != sorted(set(amounts)):
-        raise ConfigError("tokens_per_parameter", f"is {amounts}", "give ascending numbers")
-    tuned_amounts = tuning.tokens_per_parameter
-    if tuned_amounts is not None:
-        if not set(tuned_amounts) <= set(amounts) or amounts[0] not in tuned_amounts:
-            raise ConfigError(
-                "tuning.tokens_per_parameter",
-                f"is {tuned_amounts}",
-                f"choose from {amounts}, and include {amounts[0]:g}, the smallest",
-            )
-    shared = set(tuning.seeds) & set(config.seeds)
-    if shared:
-        raise ConfigError(
-            ("tuning.seeds", "seeds"),
-            f"share {', '.join(map(str, sorted(shared)))}, so the reported runs would be those that"
-            " rates were chosen from",
-            "use other seeds for tuning",
-        )
-    rates = tuning.learning_rates
-    for lower, higher in zip(rates, rates[1:]):
-        if not math.isclose(higher, STEP * lower, rel_tol=0.01):
-            raise ConfigError(
-                "tuning.learning_rates",
-                f"has {lower:g} before {higher:g}",
-                "give ascending rates, each twice the one before",
-            )
-    language = [point for point in points if point.tokens_per_parameter is not None]
-    parameters = list(dict.fromkeys(point.parameters for point in language))
-    if len(parameters) != len(config.sizes) or parameters != sorted(parameters):
-        raise ConfigError(
-            "sizes",
-            f"have {', '.join(f'{count:,}' for count in parameters)} parameters",
-            "order them from the smallest to the largest",
-        )
 
 
 def _is_source(source: Point, point: Point) -> bool:

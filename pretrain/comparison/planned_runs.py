@@ -160,6 +160,11 @@ class ComparisonPlan:
     results: Comparison
 
     @property
+    def variants(self) -> list[Variant]:
+        """The variants, in order."""
+        return list(dict.fromkeys(run.variant for run in self.runs))
+
+    @property
     def unfinished(self) -> list[PlannedRun]:
         """The runs that are not finished."""
         finished = {run.name for run in self.results.runs}
@@ -297,7 +302,7 @@ def plan_comparison(
                 )
                 for seed in seeds
             ]
-            _check_model(variant_runs[0])  # seeds do not change what is valid
+            _check_model(variant_runs[0], tasks)  # seeds do not change what is valid
         except ConfigError as error:
             raise error.at(variant.label) from None
         runs += variant_runs
@@ -443,13 +448,13 @@ def _require_scores(base: RunConfig) -> None:
         )
 
 
-def _check_model(run: PlannedRun) -> None:
+def _check_model(run: PlannedRun, tasks: Sequence[Task]) -> None:
     """Raise ConfigError if one process cannot train the model of a run, or pretrain.evaluate cannot
-    evaluate it.
+    evaluate it on the tasks.
     """
     config = run.config
     check(config, Level.SETTINGS, processes=1, extends=False)
-    if run.evaluation_arguments is None:
+    if not tasks:
         return
     if encoding_of(config.model).exports_to is None:
         raise ConfigError(
@@ -458,4 +463,6 @@ def _check_model(run: PlannedRun) -> None:
             " evaluated",
             "remove it from --encodings",
         )
-    evaluate.check_evaluation(run.evaluation_arguments, model_of_run(config))
+    model_source = model_of_run(config)
+    for task in tasks:
+        evaluate.check_task(task, model_source)

@@ -21,8 +21,10 @@ from megatron_tape.evaluation.comparison_file import TRAINING, FinishedRun, writ
 from megatron_tape.evaluation.ladder_file import read_ladder
 from megatron_tape.evaluation.report.ladder_tables import tuned_losses
 from megatron_tape.evaluation.results import Score
+from megatron_tape.text import duration
 from pretrain import compare
-from pretrain.comparison.ladder import plan_ladder, points_of, read_config, variants_of
+from pretrain.comparison.ladder import CORE_FLOPS, START_SECONDS, plan_ladder
+from pretrain.comparison.ladder_recipe import points_of, read_recipe, variants_of
 from pretrain.comparison.planned_runs import ComparisonPlan
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +42,7 @@ def content(tmp_path):
         "settings": {"data.prefix": prefix, "evaluation.perplexity": perplexity},
         "variants": {"rope": "rope", "content": "tape+increments=signed"},
         "sizes": {"small": SMALL, "large": LARGE},
-        "tokens_per_parameter": [0.1, 0.2],
+        "tokens_per_parameter": [0.2, 0.4],
         "tuning": {"learning_rates": [0.01, 0.02, 0.04], "seeds": [9], "sizes": ["small"]},
         "seeds": [1, 2],
     }
@@ -91,6 +93,10 @@ class FakeTraining:
         self.highest = highest
         self.seen = []
 
+    def loss(self, ratio):
+        """Return the loss of a learning rate that is `ratio` times the best one."""
+        return 3.0 + max(ratio, 1 / ratio)
+
     def start(self, module, arguments, log, slot, **_):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
@@ -109,9 +115,9 @@ class FakeTraining:
         scores = []
         if rate <= self.highest:
             ratio = rate / self.best[run.variant.encoding]
-            loss = 3.0 + max(ratio, 1 / ratio)
+            loss = self.loss(ratio)
             scores = [Score("validation loss", loss, "lower", task=TRAINING)]
-        finished = FinishedRun(run.variant.label, run.seed, scores, 2.0, 0.0, "CPU", {})
+        finished = FinishedRun(run.variant.label, run.seed, scores, 40.0, 0.0, "CPU", {})
         plan.results.runs.append(finished)
         write_comparison(run.result, replace(plan.results, runs=[finished]))
 
@@ -146,7 +152,7 @@ def test_points_have_steps_for_their_tokens(recipe, tmp_path):
     names = [
         f"{size}, {amount} tokens per parameter"
         for size in ("small", "large")
-        for amount in (0.1, 0.2)
+        for amount in (0.2, 0.4)
     ]
     assert [point.name for point in ladder.points] == names
     for point in ladder.points:
@@ -155,7 +161,7 @@ def test_points_have_steps_for_their_tokens(recipe, tmp_path):
         (run, *_) = ladder.reported[point.name].runs
         batch = run.config.train.global_batch_size * run.config.model.seq_length
         expected = point.tokens_per_parameter * point.parameters / batch
-        assert run.config.train.steps == max(1, round(expected))
+        assert run.config.train.steps == round(expected)
         assert point.tokens == run.config.train.steps * batch
         assert run.config.schedule.warmup_steps == round(0.1 * run.config.train.steps)
 
@@ -246,7 +252,7 @@ def test_checked_sizes_try_half_and_twice_the_rate(content, tmp_path, fake):
     checked = [point for point in ladder.points if point.size == "large"]
     assert [sorted(point.tuning) for point in checked] == [["content", "rope"], []]
     assert {run.variant for run in checked[0].tuning["rope"].runs} == {"0.01", "0.02", "0.04"}
-    assert checked[0].learning_rates["rope"].taken_from == "small, 0.1 tokens per parameter"
+    assert checked[0].learning_rates["rope"].taken_from == "small, 0.2 tokens per parameter"
 
 
 def test_an_interrupted_ladder_continues(recipe, tmp_path, fake):
@@ -319,7 +325,7 @@ def test_only_selected_variants_are_executed(recipe, tmp_path, fake):
 
 def test_seeds_of_an_earlier_recipe_are_not_recorded(content, tmp_path, fake):
     training = fake({"rope": 0.02, "tape": 0.02})
-    content["tokens_per_parameter"] = [0.1]
+    content["tokens_per_parameter"] = [0.2]
     assert climb(write_recipe(content, tmp_path), tmp_path / "out") == 0
     # Seed 1 was reported, and now rates are chosen from it.
     content["seeds"] = [3]
@@ -379,21 +385,48 @@ def test_the_estimate_counts_the_runs_that_are_not_finished(recipe, tmp_path, fa
     fake({"rope": 0.02, "tape": 0.02})
     ladder = plan_of(recipe, tmp_path / "out")
     flops = sum(run.flops for run in ladder.runs)
-    hours = flops / 3e10 / 2 / 3600
-    expected = f"{flops:.2g} FLOPs of training, about {hours:.2g} hours on 2 CPU cores"
+    # 22 runs on two cores.
+    seconds = (22 * START_SECONDS + flops / CORE_FLOPS) / 2
+    expected = f"{flops:.2g} FLOPs of training, about {duration(seconds)} on 2 CPU cores"
     assert expected in ladder.estimate(2, None)
-    assert "hours" not in ladder.estimate(2, "unknown")
+    assert "about" not in ladder.estimate(2, "unknown")
     climb(recipe, tmp_path / "out", "--encodings=rope")
     ladder = plan_of(recipe, tmp_path / "out")
     done = sum(run.flops for run in ladder.runs if run not in ladder.unfinished)
-    # The 11 finished runs took 2 s each.
-    assert f"at {done / 22 / 1e9:,.0f} GFLOP/s" in ladder.estimate(2, None)
+    # The 11 finished runs took 40 s each.
+    speed = done / (11 * (40 - START_SECONDS))
+    assert f": {speed / 1e9:.2g} GFLOP/s" in ladder.estimate(2, None)
+
+
+def test_the_description_has_the_steps_of_each_point(recipe, tmp_path):
+    ladder = plan_of(recipe, tmp_path / "out")
+    _, *lines = ladder.describe().splitlines()
+    steps = ladder.reported["small, 0.2 tokens per parameter"].runs[0].config.train.steps
+    parameters = f"{parameters_of(16):,} parameters"
+    expected = (
+        f"small, 0.2 tokens per parameter: {parameters}, {steps} steps, {64 * steps:,} tokens"
+    )
+    assert lines[0].strip() == expected
+    assert len(lines) == 4
+
+
+def test_equal_losses_extend_no_grid(recipe, tmp_path, fake):
+    """A model that learns nothing has no best rate."""
+    training = fake({"rope": 0.02, "tape": 0.02})
+    training.loss = lambda ratio: 3.0
+    with pytest.raises(ConfigError) as error:
+        climb(recipe, tmp_path / "out", "--extend-grid")
+    assert error.value.subject == "tuning.learning_rates"
+    assert "learn nothing" in error.value.fix
+    assert len(training.seen) == 6
+    # The tables show the rates and losses.
+    assert "0.04" in (tmp_path / "out" / "ladder.md").read_text()
 
 
 CHANGES = {
     "a typo": ({"seed": [1]}, "seed"),
     "no baseline": ({"variants": {"rope": "rope"}}, "variants"),
-    "an unknown encoding": ({"variants": {"a": "rope", "b": "ropee"}}, "--encodings"),
+    "an unknown encoding": ({"variants": {"a": "rope", "b": "ropee"}}, "variants.b"),
     "a rate of its own": ({"variants": {"a": "rope", "b": "rope+optimizer.lr=1"}}, "variants.b"),
     "a comma": ({"variants": {"a": "rope", "b,c": "tape"}}, "variants.b,c"),
     "a path": ({"sizes": {"../x": SMALL}}, "sizes.../x"),
@@ -402,6 +435,7 @@ CHANGES = {
     "shared seeds": ({"seeds": [9]}, "tuning.seeds"),
     "descending sizes": ({"sizes": {"large": LARGE, "small": SMALL}}, "tuning.sizes"),
     "equal sizes": ({"sizes": {"small": SMALL, "other": SMALL}}, "sizes"),
+    "too few steps": ({"tokens_per_parameter": [0.01]}, "tokens_per_parameter"),
     "descending amounts": ({"tokens_per_parameter": [2.0, 1.0]}, "tokens_per_parameter"),
     "an unknown setting": ({"settings": {"model.x": 1}}, "model.x"),
     "an unknown recipe": ({"recipe": "missing"}, "recipe missing"),
@@ -469,7 +503,7 @@ TUNING_CHANGES = {
     "two rates": ({"learning_rates": [0.01, 0.02]}, "tuning.learning_rates"),
     "an unknown size": ({"sizes": ["small", "x"]}, "tuning.sizes"),
     "not the smallest size": ({"sizes": ["large"]}, "tuning.sizes"),
-    "an unknown amount": ({"tokens_per_parameter": [0.1, 7.0]}, "tuning.tokens_per_parameter"),
+    "an unknown amount": ({"tokens_per_parameter": [0.2, 7.0]}, "tuning.tokens_per_parameter"),
     "a repeated seed": ({"seeds": [9, 9]}, "tuning.seeds"),
     "a size that is tuned and checked": ({"checked_sizes": ["small"]}, "tuning.checked_sizes"),
     "an unknown checked size": ({"checked_sizes": ["x"]}, "tuning.checked_sizes"),
@@ -494,7 +528,7 @@ def test_options_that_do_not_apply_are_refused(recipe, tmp_path, options):
 
 
 def test_the_recipe_of_the_repository_is_valid(tmp_path):
-    config = read_config("compare/ladder")
+    config = read_recipe("compare/ladder")
     variants = variants_of(config)
     points = points_of(config, variants["rope"], tmp_path / "out", ())
     assert list(variants)[0] == "rope"
@@ -520,7 +554,7 @@ def test_a_real_ladder(content, tmp_path, monkeypatch):
         lambda module, arguments, log, slot, **_: start_python(["-m", module, *arguments], log),
     )
     content["variants"] = {"rope": "rope", "alibi": "alibi"}
-    content["tokens_per_parameter"] = [0.1]
+    content["tokens_per_parameter"] = [0.2]
     content["seeds"] = [1]
     output = tmp_path / "out"
     compare.main(
@@ -535,4 +569,4 @@ def test_a_real_ladder(content, tmp_path, monkeypatch):
     tables = (output / "ladder.md").read_text()
     for text in (page, tables):
         assert "alibi" in text
-        assert "large, 0.1 tokens per parameter" in text
+        assert "large, 0.2 tokens per parameter" in text

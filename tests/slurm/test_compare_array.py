@@ -83,7 +83,7 @@ def test_the_arrays_of_a_ladder_stop_without_a_learning_rate_and_continue(cluste
         return described, [line.split()[2].rstrip(",") for line in jobs]
 
     described, (tunings, runs, report) = submit("--encodings", "rope")
-    assert described.startswith("1 tuning of learning rates (3 runs), 1 other run, 0 finished")
+    assert described.startswith("1 tuning of learning rates (3 runs), 1 other run, 0 of 4 finished")
     assert cluster.wait(tunings) == "FAILED", cluster.log(tunings)
     assert cluster.wait(runs) == "CANCELLED", cluster.log(runs)
     assert cluster.wait(report) == "FAILED", cluster.log(report)
@@ -91,7 +91,7 @@ def test_the_arrays_of_a_ladder_stop_without_a_learning_rate_and_continue(cluste
     assert "rope" in (cluster.work / "out" / "ladder.md").read_text()
 
     described, (tunings, runs, report) = submit("--extend-grid")
-    assert described.startswith("2 tunings of learning rates (6 runs), 2 other runs, 3 finished")
+    assert "2 tunings of learning rates (6 runs), 2 other runs, 3 of 8 finished" in described
     for job in (tunings, runs, report):
         assert cluster.wait(job) == "COMPLETED", cluster.log(job)
     (point,) = read_ladder(cluster.work / "out" / "ladder.json").points

@@ -33,7 +33,7 @@ LADDER = {
     "settings": {"data.prefix": "a"},
     "variants": {"rope": "rope", "tape": "tape"},
     "sizes": {"small": {"model.hidden_size": 16}, "large": {"model.hidden_size": 32}},
-    "tokens_per_parameter": [0.1, 0.2],
+    "tokens_per_parameter": [0.2, 0.4],
     "tuning": {"learning_rates": [0.01, 0.02, 0.04], "seeds": [9], "sizes": ["small"]},
     "seeds": [1, 2],
 }
@@ -156,8 +156,8 @@ def test_a_ladder_has_an_array_of_tunings_and_one_of_the_other_runs(submit, tmp_
     assert (status, submitted) == (0, None), output
     lines = output.splitlines()
     # The runs: two variants at four points with two seeds.
-    expected = "2 tunings of learning rates (6 runs), 16 other runs, 0 finished, output in out"
-    assert lines[0] == expected
+    counts = "2 tunings of learning rates (6 runs), 16 other runs"
+    assert lines[0] == f"{counts}, 0 of 22 finished, output in out"
     assert lines[2::2] == [
         "tunings job JOB1",
         "runs    job JOB2, after JOB1",
