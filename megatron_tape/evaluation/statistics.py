@@ -110,6 +110,9 @@ class Estimate:
     Student's t test.
 
     `low`, `high` and `p` are None if there are too few values, or if they vary only by rounding.
+    Functions with an argument `comparisons` correct both the interval and the p value for that
+    number of comparisons by Bonferroni's method: p is below 0.05 exactly if the interval excludes
+    0, and all intervals contain their true numbers with a probability of at least 95 %.
     """
 
     count: int
@@ -122,17 +125,17 @@ class Estimate:
     is 0 and the values are normally distributed."""
 
 
-def paired_t(differences: Sequence[float]) -> Estimate:
+def paired_t(differences: Sequence[float], comparisons: int = 1) -> Estimate:
     """Return the mean of `differences` (at least one), with Student's t test of whether it is
-    zero.
+    zero, corrected for a number of `comparisons`.
     """
-    (estimate,) = pooled_t([differences])
+    (estimate,) = pooled_t([differences], comparisons)
     return estimate
 
 
-def pooled_t(groups: Sequence[Sequence[float]]) -> list[Estimate]:
+def pooled_t(groups: Sequence[Sequence[float]], comparisons: int = 1) -> list[Estimate]:
     """Return the mean of each group of differences (at least one in each), with Student's t test of
-    whether it is zero.
+    whether it is zero, corrected for a number of `comparisons`.
 
     The variance is assumed to be the same in all groups, and estimated from all of them. So a group
     of two differences has a useful interval if there are several groups.
@@ -149,14 +152,17 @@ def pooled_t(groups: Sequence[Sequence[float]]) -> list[Estimate]:
             deviation / math.sqrt(len(group)),
             freedom,
             largest,
+            comparisons,
         )
         for group in groups
     ]
 
 
-def linear_fit(values: Numbers, predictors: Sequence[Numbers]) -> list[Estimate] | None:
+def linear_fit(
+    values: Numbers, predictors: Sequence[Numbers], comparisons: int = 1
+) -> list[Estimate] | None:
     """Fit `values` (N,) as a constant plus a multiple of each of the `predictors`, (N,) each, by
-    ordinary least squares.
+    ordinary least squares. The estimates are corrected for a number of `comparisons`.
 
     Returns the constant, which is the value where all predictors are 0, and then the slopes.
     Returns None if the predictors do not determine them, such as if two are proportional or one
@@ -175,26 +181,40 @@ def linear_fit(values: Numbers, predictors: Sequence[Numbers]) -> list[Estimate]
     standard_errors = np.sqrt((inverse**2).sum(axis=1))
     largest = float(np.abs(observed).max())
     return [
-        _estimate(len(observed), float(coefficient), float(error * deviation), freedom, largest)
+        _estimate(
+            len(observed),
+            float(coefficient),
+            float(error * deviation),
+            freedom,
+            largest,
+            comparisons,
+        )
         for coefficient, error in zip(coefficients, standard_errors)
     ]
 
 
 def _estimate(
-    count: int, value: float, standard_error: float, freedom: int, largest: float
+    count: int,
+    value: float,
+    standard_error: float,
+    freedom: int,
+    largest: float,
+    comparisons: int,
 ) -> Estimate:
-    """Return an estimate with its interval and p value. `freedom` are the degrees of freedom of the
-    standard error, and `largest` is the largest absolute value of the data.
+    """Return an estimate with its interval and p value, corrected for a number of `comparisons`.
+    `freedom` are the degrees of freedom of the standard error, and `largest` is the largest
+    absolute value of the data.
     """
     from scipy.special import stdtr
 
     # Values that vary only by rounding count as equal.
     if freedom < 1 or standard_error <= 1e-12 * largest:
         return Estimate(count, value)
-    half_width = t_quantile(freedom) * standard_error
+    half_width = t_quantile(freedom, comparisons) * standard_error
     # Both tails of the distribution.
     p = 2 * float(stdtr(freedom, -abs(value / standard_error)))
-    return Estimate(count, value, value - half_width, value + half_width, p)
+    corrected = min(1.0, p * comparisons)
+    return Estimate(count, value, value - half_width, value + half_width, corrected)
 
 
 def holm(tests: Sequence[Estimate]) -> list[Estimate]:
@@ -212,8 +232,10 @@ def holm(tests: Sequence[Estimate]) -> list[Estimate]:
     return corrected
 
 
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom."""
+def t_quantile(freedom: int, comparisons: int = 1) -> float:
+    """Return half the width of a 95 % interval in standard errors: a quantile of Student's t
+    distribution with `freedom` degrees of freedom, the 97.5 % quantile for one comparison.
+    """
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, 1 - TAIL / 100))
+    return float(stdtrit(freedom, 1 - TAIL / 100 / comparisons))

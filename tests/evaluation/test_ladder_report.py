@@ -297,7 +297,7 @@ def test_the_table_of_slopes_contains_the_planted_ones():
     assert all(cell.strong for cell in table.rows[-1][2:4])
 
 
-def test_p_values_are_corrected_for_the_number_of_variants():
+def test_intervals_and_p_values_are_corrected_alike_for_the_number_of_variants():
     effects = {"rope": nothing, "tape": nothing, "fox": nothing}
     series = loss_series(ladder_of(effects))[-1]
     alone = {}
@@ -306,12 +306,30 @@ def test_p_values_are_corrected_for_the_number_of_variants():
             point: {name: by_variant[name] for name in ("rope", variant)}
             for point, by_variant in series.values.items()
         }
-        alone[variant] = replace(series, values=values).trends()[variant].mean.p
-    # Holm: the smaller one is doubled, and the other one is not below it.
-    first, second = sorted(alone, key=alone.get)
-    trends = series.trends()
-    assert trends[first].mean.p == pytest.approx(2 * alone[first])
-    assert trends[second].mean.p == pytest.approx(max(2 * alone[first], alone[second]))
+        alone[variant] = replace(series, values=values).trends()[variant].mean
+    for variant, trend in series.trends().items():
+        # Bonferroni's method, with two variants.
+        assert trend.mean.p == pytest.approx(min(1.0, 2 * alone[variant].p))
+        assert trend.mean.low < alone[variant].low
+        assert trend.mean.high > alone[variant].high
+
+
+@pytest.mark.parametrize("effect", [0.004, 0.008, 0.012, 0.016, 0.02, 0.03, 0.05])
+def test_a_difference_is_significant_exactly_if_its_interval_excludes_0(effect):
+    effects = {"rope": nothing, "fox": nothing, "swan": nothing, "wall": nothing}
+    effects["tape"] = lambda size, budget: effect
+    series = loss_series(ladder_of(effects))[-1]
+    estimates = [
+        result.difference
+        for by_variant in series.results().values()
+        for variant, result in by_variant.items()
+        if variant != "rope"
+    ]
+    for trend in series.trends().values():
+        estimates += [trend.mean, *trend.slopes.values(), *trend.at_largest.values()]
+    for estimate in estimates:
+        excludes_0 = estimate.low > 0 or estimate.high < 0
+        assert (estimate.p < 0.05) == excludes_0
 
 
 def test_the_picture_has_a_panel_for_each_length_and_a_line_for_each_training():

@@ -199,9 +199,7 @@ def _shown(estimate: Estimate) -> str:
 
 
 def _undecided(estimate: Estimate) -> str:
-    """Return a difference that is not significant as text with its interval and p value, which may
-    be corrected and therefore larger than the interval suggests.
-    """
+    """Return a difference that is not significant as text with its interval and p value."""
     if estimate.p is None:
         return f"{_difference(estimate)} (no interval)"
     return f"{_difference(estimate)} ({_interval(estimate)}, p {shown_p(estimate.p)})"

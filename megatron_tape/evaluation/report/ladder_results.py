@@ -17,7 +17,7 @@ from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
 from megatron_tape.evaluation.report.comparison_tables import by_task
 from megatron_tape.evaluation.report.tables import location
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.statistics import Estimate, holm, linear_fit, paired_t, pooled_t
+from megatron_tape.evaluation.statistics import Estimate, linear_fit, paired_t, pooled_t
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
 
 MULTIPLES = (1, 2, 4)
@@ -117,53 +117,41 @@ class Series:
     def results(self) -> dict[str, dict[str, VariantResult]]:
         """Return the results by name of the point and by variant.
 
-        The variance of a variant's differences is pooled over its points. p values are corrected
-        for the number of variants.
+        The variance of a variant's differences is pooled over its points. Intervals and p values
+        are corrected for the number of compared variants.
         """
+        compared = self.compared
         estimates = {point.name: {} for point in self.points}  # then by variant
-        for variant in self.compared:
+        for variant in compared:
             differences = self.differences(variant)
-            for point, estimate in zip(differences, pooled_t(list(differences.values()))):
+            pooled = pooled_t(list(differences.values()), len(compared))
+            for point, estimate in zip(differences, pooled):
                 estimates[point][variant] = estimate
 
-        results = {}
-        for point, by_variant in estimates.items():
-            tests = _corrected(by_variant)
-            results[point] = {
+        return {
+            point: {
                 variant: VariantResult(variant, self.values[point][variant], tests.get(variant))
                 for variant in self.variants
                 if variant in self.values[point]
             }
-        return results
+            for point, tests in estimates.items()
+        }
 
     def trends(self) -> dict[str, Trend]:
-        """Return the trend of each variant that has common seeds with the baseline. p values are
-        corrected for the number of variants.
+        """Return the trend of each variant that has common seeds with the baseline. Intervals and p
+        values are corrected for the number of compared variants.
         """
         trends = {}
         for variant in self.compared:
             differences = self.differences(variant)
             if differences:
                 trends[variant] = self._trend(differences)
-
-        means = _corrected({variant: trend.mean for variant, trend in trends.items()})
-        slopes = _corrected_by_axis({variant: trend.slopes for variant, trend in trends.items()})
-        at_largest = _corrected_by_axis(
-            {variant: trend.at_largest for variant, trend in trends.items()}
-        )
-        return {
-            variant: replace(
-                trend,
-                mean=means[variant],
-                slopes=slopes[variant],
-                at_largest=at_largest[variant],
-            )
-            for variant, trend in trends.items()
-        }
+        return trends
 
     def _trend(self, differences: Mapping[str, Sequence[float]]) -> Trend:
         """Return the trend of the differences of one variant, given by name of the point."""
         points = {point.name: point for point in self.points}
+        comparisons = len(self.compared)
         # The values of all runs, and the point of each.
         values = [value for of_point in differences.values() for value in of_point]
         at = [points[name] for name, of_point in differences.items() for _ in of_point]
@@ -176,16 +164,16 @@ class Series:
                 logarithms[axis.name] = [math.log2(value) for value in known]
         # The constant of a fit is the value where all predictors are 0: here, at their means.
         centers = {name: sum(of_axis) / len(of_axis) for name, of_axis in logarithms.items()}
-        fit = linear_fit(values, _predictors(logarithms, centers))
+        fit = linear_fit(values, _predictors(logarithms, centers), comparisons)
         if fit is None:
-            return Trend(paired_t(values))
+            return Trend(paired_t(values, comparisons))
 
         mean, *slopes = fit
         at_largest = {}
         for name, exponents in logarithms.items():
             # The fit is the same; only its constant is that at the largest value.
             at_end = centers | {name: max(exponents)}
-            moved = linear_fit(values, _predictors(logarithms, at_end))
+            moved = linear_fit(values, _predictors(logarithms, at_end), comparisons)
             if moved is not None:
                 at_largest[name] = moved[0]
         doublings = {name: max(of_axis) - min(of_axis) for name, of_axis in logarithms.items()}
@@ -197,27 +185,6 @@ def _predictors(
 ) -> list[list[float]]:
     """Return the values of each axis minus its center."""
     return [[value - centers[name] for value in of_axis] for name, of_axis in logarithms.items()]
-
-
-def _corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """Return estimates by variant, with p values corrected for the number of variants."""
-    return dict(zip(estimates, holm(list(estimates.values()))))
-
-
-def _corrected_by_axis(
-    estimates: Mapping[str, Mapping[str, Estimate]],
-) -> dict[str, dict[str, Estimate]]:
-    """Return estimates by variant and axis, with p values corrected for the number of variants."""
-    by_variant = {variant: {} for variant in estimates}
-    for axis in AXES:
-        of_axis = {
-            variant: by_axis[axis.name]
-            for variant, by_axis in estimates.items()
-            if axis.name in by_axis
-        }
-        for variant, estimate in _corrected(of_axis).items():
-            by_variant[variant][axis.name] = estimate
-    return by_variant
 
 
 def language_points(ladder: Ladder) -> list[LadderPoint]:

@@ -122,8 +122,8 @@ def results_table(all_series: Sequence[Series]) -> Table:
     if max(seeds) > 1:
         caption = (
             f"{metric}, mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. Below it: the"
-            f" difference from {ladder.baseline}, its 95 % interval and p (bold: p <"
-            f" {SIGNIFICANT})."
+            f" difference from {ladder.baseline}, its 95 % interval and p, both corrected for the"
+            f" number of variants (bold: p < {SIGNIFICANT})."
         )
     caption = caption[:1].upper() + caption[1:]
     columns = [series.condition or metric for series in all_series]
@@ -157,7 +157,8 @@ def slopes_table(all_series: Sequence[Series]) -> Table:
             groups.append(tables.metric_name(replace(series.subject, metric=series.name)))
     caption = (
         f"Difference from {baseline}: mean, change with each doubling, and value of the fitted line"
-        f" at its end. Below each: its 95 % interval and p (bold: p < {SIGNIFICANT})."
+        " at its end. Below each: its 95 % interval and p, both corrected for the number of"
+        f" variants (bold: p < {SIGNIFICANT})."
     )
     return tables.table(caption, columns, rows, groups, "loss")
 
@@ -399,9 +400,9 @@ def notes(ladder: Ladder, missing: Sequence[str] = ()) -> list[str]:
             " show that nothing changes. At the upper end, a difference is that of the fitted line."
         ),
         (
-            "p values are two-sided and corrected by Holm's method for the number of variants, but"
-            " not for the numbers of points, lengths and tasks. Bold differences have p <"
-            f" {SIGNIFICANT}."
+            "Intervals and p values are corrected by Bonferroni's method for the number of"
+            f" variants: p is below {SIGNIFICANT}, and a difference bold, exactly if the interval"
+            " excludes 0. They are not corrected for the numbers of points, lengths and tasks."
         ),
         (
             "Variants are compared after the same number of tokens, and cost different amounts of"
