@@ -405,6 +405,45 @@ def test_the_table_of_rates_marks_the_chosen_one_and_names_the_origin_of_others(
     assert warning.endswith(f": tape at {point}.")
 
 
+def with_taken_rates(ladder):
+    """Return the ladder with rates that all points take from the first one."""
+    first, *others = ladder.points
+    for point in others:
+        for variant in ladder.variants:
+            point.learning_rates[variant] = LearningRate(0.002, taken_from=first.name)
+    return ladder
+
+
+def test_the_first_paragraph_says_where_rates_were_taken_from_a_smaller_size():
+    effects = {"rope": nothing, "tape": nothing, "fox": nothing}
+    ladder = with_taken_rates(ladder_of(effects))
+    assert headline(ladder)[1][0] == (
+        "Learning rates at 8M and 32M were taken from a smaller size. They were not checked there,"
+        " so these differences, and changes with size, may come from rates that suit some variants"
+        " less. Rates for more text were taken from less text, and not checked."
+    )
+    point = ladder.points[2]
+    point.tuning.update({"rope": tuning(0.002), "tape": tuning(0.001), "fox": tuning(0.004)})
+    # The rate of fox diverged.
+    point.tuning["fox"].runs[2] = run("0.002", 101, [])
+    first = headline(ladder)[1][0]
+    assert (
+        "Checked at 8M, 5 tokens per parameter: half the rate was better for tape (by 0.100 nats"
+        " per token); twice the rate was better for fox (the rate itself diverged); the rate was"
+        " the best of three for rope. They were not checked at 32M,"
+    ) in first
+    # With a rate that has not been tried, nothing is said.
+    point.tuning["tape"].runs.pop()
+    assert "tape" not in headline(ladder)[1][0]
+
+
+def test_rates_that_were_tuned_at_every_point_need_no_caveat():
+    ladder = ladder_of({"rope": nothing, "tape": nothing})
+    assert headline(ladder)[1][0].startswith("tape: ")
+    by_size = with_taken_rates(ladder_of({"rope": nothing, "tape": nothing}, budgets=(5,)))
+    assert "more text" not in headline(by_size)[1][0]
+
+
 def test_a_ladder_whose_rates_are_those_of_the_recipe_says_nothing_of_tuning():
     ladder = ladder_of({"rope": nothing, "tape": nothing})
     table = rates_table(ladder)

@@ -2,10 +2,11 @@
 their difference grows or shrinks with model size and tokens. Imports no torch.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_tape.evaluation.ladder_file import Ladder
+from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
 from megatron_tape.evaluation.report.comparison_tables import (
     SIGNIFICANT,
     shown_difference,
@@ -19,6 +20,7 @@ from megatron_tape.evaluation.report.ladder_results import (
     Trend,
     loss_series,
     task_series,
+    tuned_losses,
 )
 from megatron_tape.evaluation.report.tables import decimals_for, enumerated, shown_number
 from megatron_tape.evaluation.statistics import Estimate
@@ -30,14 +32,15 @@ smaller than this fraction of it."""
 
 
 def headline(ladder: Ladder) -> tuple[str, list[str]]:
-    """Return a title, and paragraphs: what was found for each variant and task, and what was
-    compared.
+    """Return a title, and paragraphs: which learning rates were not tuned, what was found for each
+    variant and task, and what was compared.
     """
     points = [point for point in ladder.points if point.comparison.runs]
     if not points:
         return "Comparison over model sizes", ["No run is finished."]
 
-    paragraphs = []
+    # What follows may be due to the learning rates, so readers are told about these first.
+    paragraphs = [_rates_paragraph(ladder)]
     longest = _longest_series(loss_series(ladder))
     if longest is not None:
         trends = longest.trends()
@@ -63,8 +66,79 @@ def headline(ladder: Ladder) -> tuple[str, list[str]]:
         f" trained on {enumerated(trainings)}."
     )
     title = f"Comparison of {enumerated(variants, most=4)} over {counted(len(sizes), 'model size')}"
-    # A variant without common seeds has no paragraph.
+    # There may be nothing to say about rates, and a task may have no common seeds.
     return title, [*filter(None, paragraphs), compared]
+
+
+def _rates_paragraph(ladder: Ladder) -> str:
+    """Return sentences on the points with runs whose learning rates were taken from a smaller size
+    or from less text, and on what checks of these rates show; empty if all were tuned.
+    """
+    by_name = {point.name: point for point in ladder.points}
+    # By size, the points whose rates are those of a smaller size.
+    taken = {}
+    has_rates_of_less_text = False
+    for point in ladder.points:
+        names = {rate.taken_from for rate in point.learning_rates.values()}
+        sources = [by_name[name] for name in names if name in by_name]
+        if not point.comparison.runs:
+            continue
+        if any(source.size != point.size for source in sources):
+            taken.setdefault(point.size, []).append(point)
+        if any(source.training != point.training for source in sources):
+            has_rates_of_less_text = True
+
+    sentences = []
+    unchecked = []
+    for size, points in taken.items():
+        checks = [*filter(None, map(_check_sentence, points))]
+        sentences += checks
+        if not checks:
+            unchecked.append(size)
+    if taken:
+        sizes = enumerated(list(taken))
+        sentences.insert(0, f"Learning rates at {sizes} were taken from a smaller size.")
+    if unchecked:
+        where = "there"
+        if len(unchecked) < len(taken):
+            where = f"at {enumerated(unchecked)}"
+        sentences.append(
+            f"They were not checked {where}, so these differences, and changes with size, may come"
+            " from rates that suit some variants less."
+        )
+    if has_rates_of_less_text:
+        sentences.append("Rates for more text were taken from less text, and not checked.")
+    return " ".join(sentences)
+
+
+def _check_sentence(point: LadderPoint) -> str:
+    """Return a sentence on whether half or twice the learning rate, which was taken from another
+    point, has a lower validation loss; empty if they were not tried.
+    """
+    findings = []
+    best = []
+    for variant, tuned in point.tuning.items():
+        chosen = point.learning_rates.get(variant)
+        losses = tuned_losses(tuned)
+        if chosen is None or chosen.taken_from is None or chosen.rate not in losses:
+            continue
+        lowest = min(losses, key=losses.__getitem__)
+        if len(losses) < 3 or losses[lowest] == math.inf:
+            continue
+        if losses[chosen.rate] == losses[lowest]:
+            best.append(variant)
+            continue
+        multiple = "half" if lowest < chosen.rate else "twice"
+        gain = losses[chosen.rate] - losses[lowest]
+        reason = "the rate itself diverged"
+        if gain < math.inf:
+            reason = f"by {shown_number(gain, decimals_for([gain]))} nats per token"
+        findings.append(f"{multiple} the rate was better for {variant} ({reason})")
+    if best:
+        findings.append(f"the rate was the best of three for {enumerated(best)}")
+    if not findings:
+        return ""
+    return f"Checked at {point.name}: {'; '.join(findings)}."
 
 
 def _longest_series(found: Sequence[Series]) -> Series | None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from megatron_tape.evaluation.comparison_file import (
     LOSS,
     TRAINING,
+    Comparison,
     VariantResult,
     paired_differences,
     results_by_metric,
 )
-from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
+from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint, tuned_loss
 from megatron_tape.evaluation.report.comparison_tables import by_task
 from megatron_tape.evaluation.report.tables import location
 from megatron_tape.evaluation.results import Score
@@ -285,3 +286,24 @@ def _by_variant(ladder: Ladder, results: Sequence[VariantResult]) -> dict[str, d
     return {
         result.variant: result.values for result in results if result.variant in ladder.variants
     }
+
+
+def tuned_losses(comparison: Comparison) -> dict[float, float]:
+    """Return the mean validation loss of each learning rate that was tried, by rate in ascending
+    order. It is infinite if the training diverged with any seed.
+    """
+    values = {}
+    for run in comparison.runs:
+        rate = _as_rate(run.variant)
+        if rate is not None:
+            values.setdefault(rate, []).append(tuned_loss(run))
+    return {rate: sum(losses) / len(losses) for rate, losses in sorted(values.items())}
+
+
+def _as_rate(name: str) -> float | None:
+    """Return a learning rate given as text; None if the text is no finite number."""
+    try:
+        rate = float(name)
+    except ValueError:
+        return None
+    return rate if math.isfinite(rate) else None

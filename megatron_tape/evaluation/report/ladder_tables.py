@@ -12,7 +12,7 @@ from megatron_tape.evaluation.comparison_file import (
     VariantResult,
     results_by_metric,
 )
-from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint, tuned_loss
+from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
 from megatron_tape.evaluation.report import comparison_tables, tables
 from megatron_tape.evaluation.report.comparison_tables import (
     SIGNIFICANT,
@@ -23,7 +23,13 @@ from megatron_tape.evaluation.report.comparison_tables import (
 )
 from megatron_tape.evaluation.report.ladder_findings import STABLE, headline
 from megatron_tape.evaluation.report.ladder_pictures import PICTURE_AXES, picture
-from megatron_tape.evaluation.report.ladder_results import AXES, Series, loss_series, task_series
+from megatron_tape.evaluation.report.ladder_results import (
+    AXES,
+    Series,
+    loss_series,
+    task_series,
+    tuned_losses,
+)
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number, text
 from megatron_tape.evaluation.statistics import Estimate
 from megatron_tape.evaluation.task import Picture
@@ -175,27 +181,6 @@ def _estimate_cell(estimate: Estimate | None) -> Cell:
     interval = tables.interval(estimate.low, estimate.high, decimals)
     detail = f"{interval}\np {shown_p(estimate.p)}"
     return Cell(shown, estimate.value, detail, strong=estimate.p < SIGNIFICANT)
-
-
-def tuned_losses(comparison: Comparison) -> dict[float, float]:
-    """Return the mean validation loss of each learning rate that was tried, by rate in ascending
-    order. It is infinite if the training diverged with any seed.
-    """
-    values = {}
-    for run in comparison.runs:
-        rate = _as_rate(run.variant)
-        if rate is not None:
-            values.setdefault(rate, []).append(tuned_loss(run))
-    return {rate: sum(losses) / len(losses) for rate, losses in sorted(values.items())}
-
-
-def _as_rate(name: str) -> float | None:
-    """Return a learning rate given as text; None if the text is no finite number."""
-    try:
-        rate = float(name)
-    except ValueError:
-        return None
-    return rate if math.isfinite(rate) else None
 
 
 def rates_table(ladder: Ladder) -> Table:
