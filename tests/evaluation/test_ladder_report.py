@@ -461,6 +461,7 @@ def test_costs_are_given_with_their_multiple_of_the_baseline():
         "seconds per step (s) ↓",
         "seconds of a run",
     ]
+    assert "--jobs 1" in table.caption
     point = "4M, 5 tokens per parameter"
     assert cells_of(table)[:2] == [
         [point, "rope", "4,000,000", "120", "2", "60"],

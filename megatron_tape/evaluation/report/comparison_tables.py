@@ -29,6 +29,10 @@ says what was measured (metric, group and length).
 """
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
+TIMES = (
+    "Times depend on what else the machine did: compare them only if runs were executed with"
+    " --jobs 1 on an idle machine."
+)
 
 
 def by_task(comparison: Comparison) -> dict[str, ByMetric]:
@@ -413,6 +417,9 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
                 " large p does not show that there is no difference."
             ),
         ]
+    # The training has a column of seconds per step.
+    if TRAINING in by_task(comparison):
+        sentences.append(TIMES)
     if missing:
         sentences.append(f"Not finished: {enumerated(missing)}.")
     return sentences

@@ -16,6 +16,7 @@ from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint
 from megatron_tape.evaluation.report import comparison_tables, tables
 from megatron_tape.evaluation.report.comparison_tables import (
     SIGNIFICANT,
+    TIMES,
     result_cell,
     shown_difference,
     shown_p,
@@ -313,8 +314,8 @@ def cost_table(ladder: Ladder) -> Table:
             rows.append(row)
             groups.append(point.name)
     caption = (
-        f"Cost of a run, mean over the seeds. Below it: the multiple of {ladder.baseline}. Seconds"
-        " include the evaluation."
+        f"Cost of a run, mean over the seeds. Below it: the multiple of {ladder.baseline}."
+        f" {TIMES} Seconds of a run include the evaluation."
     )
     columns = [headings.get(metric, metric) for metric in _COSTS]
     return tables.table(caption, ["variant", *columns, "seconds of a run"], rows, groups, "point")
