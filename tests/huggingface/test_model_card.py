@@ -9,9 +9,11 @@ import torch
 import yaml
 from conversions import changed_state, convert
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from test_import import write_source
 
 from megatron_tape.errors import UserError
+from megatron_tape.huggingface.export.markdown import escape_markdown
 from megatron_tape.huggingface.export.model_card import write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
@@ -178,8 +180,6 @@ RUN = {
 
 def read_card(directory):
     """Return the metadata of a card, and the rendered text, links and HTML."""
-    from markdown_it import MarkdownIt
-
     front_matter, body = re.fullmatch(
         r"---\n(.*?)\n---\n(.*)", (directory / "README.md").read_text(), re.S
     ).groups()
@@ -218,3 +218,16 @@ def test_text_of_a_checkpoint_is_escaped_in_its_card(exports, tmp_path):
     for number in (0, 1, 2, 3, 5, 6):
         said = " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())
         assert text.count(said) == 1, number
+
+
+@pytest.mark.parametrize("text", ["+0.041", "−0.2 (p < 0.05)", "tape+increments=signed", "a_b 2-1"])
+def test_numbers_and_comparisons_are_not_escaped(text):
+    assert escape_markdown(text) == text
+
+
+@pytest.mark.parametrize("text", ["<b>x", "a <b", "a <", "+ 1", "- x", "---", "=", "1. x", "&lt;"])
+def test_text_that_markdown_would_interpret_is_escaped(text):
+    escaped = escape_markdown(text)
+    assert escaped != text
+    (_, inline, _) = MarkdownIt("commonmark").parse(escaped)
+    assert "".join(child.content for child in inline.children) == text

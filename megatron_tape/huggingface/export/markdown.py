@@ -9,11 +9,12 @@ _JOINERS = "\u200c\u200d"
 kept.
 """
 # The characters of HTML, entities, links, code, emphasis, tables, headings, mathematics and
-# addresses. The underscores within a word such as a_b_c do not begin emphasis, so they are kept.
-_SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
+# addresses. Kept are underscores within a word such as a_b_c, which do not begin emphasis, and the
+# sign in p < 0.05, since no tag begins with a space.
+_SPECIAL = re.compile(r"[\\`*\[\]>&|~$#@]|<(?! )|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 # A list marker such as `-` or `1.`, or a rule, at the beginning of a line. Group 2 is the character
-# to escape, `-` or `.`.
-_LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
+# to escape, `-` or `.`. The sign of a number such as +0.04 is neither.
+_LIST_OR_LINE = re.compile(r"\A(\d*)([-+=](?!\d)|(?<=\d)[.)](?!\S))")
 _MAX_LENGTH = 10_000
 
 
