@@ -353,6 +353,33 @@ def test_the_picture_has_a_panel_for_each_length_and_a_line_for_each_training():
     assert means == pytest.approx([-0.3, -0.3], abs=0.05)
     assert len(axes.containers) == 2
     assert "tape -0.3" in shown.alternative_text
+    # Bars at the same point are apart, and their order is that of the sizes.
+    drawn = [line for line in curves if line.get_linestyle() != "None"]
+    places = sorted(x for line in drawn for x in line.get_xdata())
+    assert all(right > 1.05 * left for left, right in zip(places, places[1:]))
+    # The legend explains what is darker.
+    entries = [text.get_text() for text in shown.figure.legends[0].get_texts()]
+    assert entries == ["tape", "5 tokens per parameter", "20 tokens per parameter"]
+
+
+def test_the_bars_of_many_variants_stay_at_their_size():
+    effects = {"rope": nothing} | {f"v{index}": nothing for index in range(8)}
+    (shown,) = picture(loss_series(ladder_of(effects)), PICTURE_AXES[0], differences=True)
+    for line in shown.figure.axes[-1].lines:
+        xs = line.get_xdata()
+        if len(xs) == 3:
+            assert all(0.8 * size < x < 1.25 * size for x, size in zip(xs, SIZES.values()))
+
+
+def test_the_picture_of_losses_counts_only_seeds_that_all_variants_have():
+    ladder = ladder_of({"rope": nothing, "tape": nothing}, budgets=(5,))
+    expected = picture(loss_series(ladder), PICTURE_AXES[0])[0].alternative_text
+    for point in ladder.points:
+        extra = [of for of in point.comparison.runs if of.variant == "rope" and of.seed == 1]
+        # A third seed of one variant, far from the others.
+        scores = [replace(score, value=score.value + 9) for score in extra[0].scores]
+        point.comparison.runs.append(replace(extra[0], seed=3, scores=scores))
+    assert picture(loss_series(ladder), PICTURE_AXES[0])[0].alternative_text == expected
 
 
 def test_tasks_have_a_table_and_a_sentence():
