@@ -72,11 +72,15 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
     content = page(runs, results, comparisons, missing, ladders).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
-    print(
-        f"{output}: {counted(len(comparisons) + len(ladders), 'comparison')},"
-        f" {counted(len(runs), 'run')}, {counted(len(results), 'evaluated model')},"
-        f" {len(content) / 1e6:.1f} MB"
-    )
+    # What the page shows, without what it does not have.
+    numbers = {
+        "ladder": len(ladders),
+        "comparison": len(comparisons),
+        "run": len(runs),
+        "evaluated model": len(results),
+    }
+    shown = [counted(number, what) for what, number in numbers.items() if number]
+    print(f"{output}: {', '.join(shown)}, {len(content) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

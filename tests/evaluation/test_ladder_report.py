@@ -597,7 +597,7 @@ def test_one_seed_has_no_intervals_at_the_points():
         assert by_variant["tape"].difference.p is None
 
 
-def test_a_page_is_made_from_the_file_or_its_directory(tmp_path):
+def test_a_page_is_made_from_the_file_or_its_directory(tmp_path, capsys):
     ladder = ladder_of({"rope": nothing, "tape": lambda size, budget: -0.3 - 0.1 * size})
     ladder.points.extend(recall_points({"rope": lambda number: 0.4, "tape": lambda number: 0.9}))
     ladder.points[0].tuning["tape"] = tuning(best=0.002)
@@ -605,6 +605,7 @@ def test_a_page_is_made_from_the_file_or_its_directory(tmp_path):
     for path in (tmp_path, tmp_path / "ladder.json"):
         output = tmp_path / "page.html"
         report.main([str(path), "--output", str(output)])
+        assert capsys.readouterr().out.startswith(f"{output}: 1 ladder, ")
         content = output.read_text(encoding="utf-8")
         assert "Comparison of rope and tape over 3 model sizes</h1>" in content
         assert "This advantage grows with size" in content
