@@ -2,6 +2,8 @@
 
 import difflib
 import os
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from megatron_tape.config.values import expand_path
@@ -18,7 +20,7 @@ def find_recipe(path_or_name: str) -> str:
     `extend/yarn`.
 
     An existing file has precedence over a recipe of the same name. Raises ConfigError if neither
-    exists; the message lists recipes with similar names, or all recipes if there are none.
+    exists; the message suggests recipes with similar names, if there are any.
     """
     path = expand_path(path_or_name)
     name = path.removesuffix(".yaml")
@@ -28,13 +30,26 @@ def find_recipe(path_or_name: str) -> str:
         return recipes[name]
     if os.path.lexists(path):
         return path  # if it is not a file, reading it raises a clear error
-    # The default cutoff of 0.6 would also list recipes with unrelated names.
-    names = difflib.get_close_matches(name.lower(), recipes, n=3, cutoff=0.7) or recipes
-    raise ConfigError(
-        f"recipe {path}",
-        "does not exist",
-        f"give the path of a YAML file, or the name of a recipe, such as {', '.join(names)}",
-    )
+    fix = f"give the path of a YAML file, or the name of a recipe in {RECIPES}, such as tape_demo"
+    similar = _similar(name.lower(), recipes)
+    if similar:
+        fix = f"did you mean {' or '.join(similar)}? Or give the path of a YAML file"
+    raise ConfigError(f"recipe {path}", "does not exist", fix)
+
+
+def _similar(name: str, recipes: Iterable[str]) -> list[str]:
+    """Return up to three names of recipes that are similar to `name`; if there are none, names
+    whose last part is, such as `compare/ladder` for `ladder`.
+    """
+    # The default cutoff of 0.6 would also return unrelated names.
+    closest = partial(difflib.get_close_matches, n=3, cutoff=0.7)
+    similar = closest(name, recipes)
+    if similar:
+        return similar
+    by_last_part = {}
+    for recipe in recipes:
+        by_last_part.setdefault(recipe.rpartition("/")[2], recipe)
+    return [by_last_part[part] for part in closest(name.rpartition("/")[2], by_last_part)]
 
 
 def _recipes() -> dict[str, str]:

@@ -332,8 +332,10 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     fix = "correct or remove it"
     if suggestions:
         fix = f"did you mean {suggestions[0]}?"
-    elif siblings:
+    elif siblings and section:
         fix = f"choose from the keys of {section}: {', '.join(siblings)}"
+    elif siblings:
+        fix = f"choose from the keys {', '.join(siblings)}"
     return ConfigError(key, "is an unknown key", fix)
 
 

@@ -204,7 +204,7 @@ def test_help_of_an_unknown_section_is_refused(capsys):
         ("--model.position_encoding=sine", "'sine', which is not a positional encoding; choose"),
         ("--data.prefix=null", "data.prefix must be set; "),
         ("--config=nowhere.yaml", "nowhere.yaml does not exist; give the path of a YAML file"),
-        ("--config=tape_155M", "or the name of a recipe, such as tape_155m"),
+        ("--config=tape_155M", "did you mean tape_155m or "),
     ],
 )
 def test_an_error_about_an_invalid_argument_is_one_line(parse, capsys, argument, words):
@@ -235,6 +235,7 @@ NESTED_ALIASES = "".join(
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes"),
         (b"model: {", ":1 cannot be read: it is not valid YAML; check the indentation"),
         (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
+        (b"qqqq: {}", ":1: qqqq is an unknown key; choose from the keys model, "),
         (b"model: {1: 2}", ":1: model.1 is an unknown key"),
         (b"? [a]\n: 3", ":1 cannot be read: "),
         (b"- 3", " must contain sections such as model: and data:"),
@@ -341,9 +342,20 @@ def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeyp
     assert find_recipe("extend/tiny_tape").endswith("pretrain/recipes/extend/tiny_tape.yaml")
     (tmp_path / "rope_demo").write_text(yaml.safe_dump(MINIMAL))
     assert parse_run_config(["--config", "rope_demo"]).train.steps == MINIMAL["train"]["steps"]
-    error = refusal(capsys, parse_run_config, ["--config", "nowhere"])
-    assert " tape_demo, " in error
-    assert " extend/tiny_tape, " in error
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("ladder", "recipe ladder does not exist; did you mean compare/ladder? Or give the path"),
+        ("extend/yarm", "did you mean extend/yarn or "),
+        ("quite_different", "or the name of a recipe in "),
+    ],
+)
+def test_a_mistyped_recipe_is_answered_with_similar_names(capsys, name, words):
+    error = refusal(capsys, parse_run_config, ["--config", name])
+    assert words in error
+    assert len(error) < 400
 
 
 def test_an_error_names_all_missing_settings(parse, capsys):
