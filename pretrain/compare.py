@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.command_line import log
+from megatron_tape.command_line import Interrupted, log
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation.comparison_file import NAME, write_comparison
 from megatron_tape.evaluation.ladder_file import NAME as LADDER
@@ -164,8 +164,23 @@ def main(argv: list[str] | None = None) -> int:
     """
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
-    if options.ladder is not None:
-        return _run_ladder(options, overrides)
+    execute = _run_comparison if options.ladder is None else _run_ladder
+    try:
+        return execute(options, overrides)
+    except Interrupted as interruption:
+        if options.check or options.report_only:
+            raise
+        # No run is active, such as between two rounds of tuning: `Jobs` handles other signals.
+        name = signal.Signals(interruption.number).name
+        log(f"ended by {name}; run the same command to continue")
+        return _status_after(interruption.number)
+
+
+def _run_comparison(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Execute the runs of a comparison and return the exit status, 1 if runs are not finished.
+
+    Raises UserError for invalid settings before training begins.
+    """
     plan = make_plan(options, overrides)
     count = len(plan.runs)
     to_execute = plan.unfinished  # a new list; runs that finish later stay in it
@@ -188,7 +203,10 @@ def main(argv: list[str] | None = None) -> int:
         finished_before = [run for run in plan.runs if run not in to_execute]
         stopping_signal = _execute(to_execute, plan.output, options, record, finished_before)
     if options.only is None:
-        _conclude(plan)
+        tables = _conclude(plan)
+        # After a signal, the message about what is not finished would be below many tables.
+        if stopping_signal is None and tables:
+            print(tables)
 
     # With --only, as in a task of a job array, the exit status is about that run alone.
     missing = [run for run in plan.unfinished if options.only is None or run in to_execute]
@@ -224,8 +242,11 @@ def _run_ladder(options: argparse.Namespace, overrides: list[str]) -> int:
             ladder.plan_final_runs()
             to_execute = [run for run in ladder.final_runs if run in ladder.unfinished]
             stopping_signal = _execute_of_ladder(ladder, to_execute, options)
-    _conclude_ladder(ladder)
+    tables = _conclude_ladder(ladder)
     if stopping_signal is None:
+        # After a signal, the message about what is not finished would be below many tables.
+        if tables:
+            print(tables)
         ladder.require_complete_grids()
     return _status(ladder.unfinished, len(ladder.runs), stopping_signal)
 
@@ -306,11 +327,16 @@ def _status(missing: Sequence[PlannedRun], count: int, stopping_signal: int | No
             f"not finished: {len(missing)} of {counted(count, 'run')}; run the same command to"
             " continue"
         )
-    if stopping_signal == signal.SIGINT:
-        return 128 + signal.SIGINT
     if stopping_signal is not None:
-        return EXIT_RESTART
+        return _status_after(stopping_signal)
     return int(bool(missing))
+
+
+def _status_after(number: int) -> int:
+    """Return the exit status after a signal: Ctrl-C ends the command, others restart it."""
+    if number == signal.SIGINT:
+        return 128 + number
+    return EXIT_RESTART
 
 
 def _slots(options: argparse.Namespace, gpus: Sequence[str]) -> int:
@@ -399,24 +425,23 @@ def _write_tables(plan: ComparisonPlan) -> str:
     return markdown(plan.results, missing, clean)
 
 
-def _conclude(plan: ComparisonPlan) -> None:
-    """Write and print the results of all finished runs, and write the page.
-
-    Does nothing if no run is finished.
+def _conclude(plan: ComparisonPlan) -> str:
+    """Write the results of all finished runs and the page, and return the tables as plain text;
+    empty if no run is finished.
     """
     plan.collect()
     if not plan.results.runs:
-        return
+        return ""
     plan.output.mkdir(parents=True, exist_ok=True)
-    print(_write_tables(plan))
+    tables = _write_tables(plan)
     missing = [run.name for run in plan.unfinished]
     report.write_report([plan.output], plan.output / "report.html", missing)
+    return tables
 
 
-def _conclude_ladder(ladder: LadderPlan) -> None:
-    """Write and print the results of all finished runs of a ladder, and write the page.
-
-    Does nothing if no run is finished.
+def _conclude_ladder(ladder: LadderPlan) -> str:
+    """Write the results of all finished runs of a ladder and the page, and return the tables as
+    plain text; empty if no run is finished.
     """
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.ladder_tables import markdown
@@ -424,16 +449,16 @@ def _conclude_ladder(ladder: LadderPlan) -> None:
     # Other processes, such as tasks of a job array, may have finished runs.
     ladder.collect()
     if not ladder.write_comparisons():
-        return
+        return ""
     results = ladder.results()
     write_ladder(ladder.output / LADDER, results)
     # A ladder has too many runs to name each of them.
     counts = Counter(run.where for run in ladder.unfinished)
     missing = [f"{counted(count, 'run')} ({where})" for where, count in counts.items()]
     write_whole(ladder.output / "ladder.md", [markdown(results, missing).encode()])
-    # `clean` replaces control characters, which a terminal could interpret.
-    print(markdown(results, missing, clean))
     report.write_report([ladder.output], ladder.output / "report.html", missing)
+    # `clean` replaces control characters, which a terminal could interpret.
+    return markdown(results, missing, clean)
 
 
 if __name__ == "__main__":

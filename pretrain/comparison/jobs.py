@@ -128,6 +128,7 @@ class Jobs:
         self._progress = command_line.Progress(total_flops, start=self._finished_flops)
         # The signals that have arrived, in order.
         self._signals: list[int] = []
+        self._is_stopping = False
         self.failed: dict[str, str] = {}
 
     @property
@@ -175,6 +176,11 @@ class Jobs:
 
     def _stop_active(self) -> None:
         """After a signal, terminate the active runs; after a second Ctrl-C, kill them."""
+        if self._signals and not self._is_stopping:
+            self._is_stopping = True
+            self._progress.end()
+            name = signal.Signals(self._signals[0]).name
+            command_line.log(f"{name}: saving and ending; Ctrl-C twice kills the runs instead")
         for active in self._active.values():
             if self._signals.count(signal.SIGINT) > 1:
                 active.process.kill()

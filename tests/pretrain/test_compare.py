@@ -20,6 +20,7 @@ from launch import start_python
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
+from megatron_tape.command_line import Interrupted
 from megatron_tape.errors import EXIT_RESTART, ConfigError, UserError
 from megatron_tape.evaluation.comparison_file import read_comparison, write_comparison
 from megatron_tape.evaluation.results import read_results
@@ -510,6 +511,7 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monk
     process.send_signal(signal.SIGTERM)
     error = process.communicate(timeout=120)[1]
     assert process.returncode == EXIT_RESTART, error
+    assert "SIGTERM: saving and ending" in error
     assert "not finished: 1 of 1 run" in error
     step = max(steps_saved(run))
     assert 0 < step < 150
@@ -517,6 +519,39 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monk
     assert compare.main(given) == 0
     assert f"continuing from {run}/checkpoints/step-{step:08}" in (run / "log.txt").read_text()
     assert len(read_comparison(tmp_path / "out" / "comparison.json").runs) == 1
+
+
+def test_tables_are_printed_only_if_no_signal_ended_the_comparison(
+    compared, recipe, tmp_path, monkeypatch, capsys
+):
+    output, _ = compared
+    (tmp_path / "new").mkdir()
+    content = read_comparison(output / "comparison.json")
+    content.runs[:] = content.runs[:3]
+    write_comparison(tmp_path / "new" / "comparison.json", content)
+    given = arguments(recipe, tmp_path / "new")
+    monkeypatch.setattr(compare, "_execute", lambda *_: signal.SIGTERM)
+    assert compare.main(given) == EXIT_RESTART
+    printed = capsys.readouterr()
+    assert "| variant" not in printed.out
+    assert "not finished: 1 of 4 runs" in printed.err
+    assert "| variant" in (tmp_path / "new" / "comparison.md").read_text()
+    monkeypatch.setattr(compare, "_execute", lambda *_: None)
+    assert compare.main(given) == 1
+    assert "| variant" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, EXIT_RESTART), (signal.SIGINT, 130)])
+def test_a_signal_while_no_run_is_active_asks_to_continue(
+    recipe, tmp_path, monkeypatch, capsys, number, status
+):
+    def interrupt(*_):
+        raise Interrupted(number)
+
+    monkeypatch.setattr(compare, "_execute", interrupt)
+    assert compare.main(arguments(recipe, tmp_path / "out")) == status
+    error = capsys.readouterr().err
+    assert error == f"ended by {number.name}; run the same command to continue\n"
 
 
 def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
