@@ -307,6 +307,21 @@ def test_new_models_start_as_declared(exported):
     assert 0.05 < position.down_weight.weight.std() < 0.2
 
 
+@pytest.mark.parametrize("name", ["wall", "selective_rope_fox", "fox", "alibi"])
+def test_generation_with_a_static_cache_is_refused(exported, name):
+    model = exported(name).loaded
+    with pytest.raises(NotImplementedError, match="StaticCache.*use a DynamicCache"):
+        model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="static", **GREEDY)
+
+
+def test_generation_from_embeddings_equals_that_from_tokens(exported):
+    model = exported("fox").loaded
+    ids = torch.tensor([[5, 6, 7]])
+    embedded = model.get_input_embeddings()(ids).detach()
+    expected = model.generate(ids, **GREEDY)[:, 3:]
+    assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY), expected)
+
+
 def test_unsupported_features_are_refused_by_name(exported):
     made = exported("fire")
     ids = random_tokens()

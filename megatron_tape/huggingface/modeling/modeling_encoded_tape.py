@@ -434,6 +434,14 @@ class EncodedForCausalLM(EncodedPreTrainedModel, TapeForCausalLM):
 
     model_class = EncodedModel
 
+    # transformers looks for the name `inputs_embeds` in the signature, which is therefore explicit.
+    def prepare_inputs_for_generation(self, *args, inputs_embeds=None, **kwargs) -> dict:
+        """Return the inputs of the next step. Raises NotImplementedError for an unsupported cache,
+        for which transformers may be unable to compute a mask.
+        """
+        check_cache(kwargs.get(CACHE))
+        return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+
 
 class EncodedForSequenceClassification(EncodedPreTrainedModel, TapeForSequenceClassification):
     """The decoder with a classification head on the last token that is not padding."""
