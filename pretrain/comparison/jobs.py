@@ -179,8 +179,10 @@ class Jobs:
         if self._signals and not self._is_stopping:
             self._is_stopping = True
             self._progress.end()
-            name = signal.Signals(self._signals[0]).name
-            command_line.log(f"{name}: saving and ending; Ctrl-C twice kills the runs instead")
+            message = f"{signal.Signals(self._signals[0]).name}: saving and ending"
+            if self._signals[0] == signal.SIGINT:
+                message += "; a second Ctrl-C kills the runs"
+            command_line.log(message)
         for active in self._active.values():
             if self._signals.count(signal.SIGINT) > 1:
                 active.process.kill()
