@@ -5,7 +5,7 @@ from datasets_for_tests import write_all
 from launch import run_group
 from training_cases import RESUMED, assert_close, assert_same_state, without_speed
 
-from megatron_tape.errors import EXIT_RESTART
+from megatron_tape.errors import EXIT_DIVERGED, EXIT_RESTART
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spi
 
 
 def test_more_spikes_than_the_limit_end_the_run(resumed):
-    assert resumed["spike_twice"]["statuses"] == [EXIT_RESTART, 1]
+    assert resumed["spike_twice"]["statuses"] == [EXIT_RESTART, EXIT_DIVERGED]
     # No checkpoint was saved, so the run started again at step 1, with the data after the first
     # spike.
     sequences = [row["train/tokens"] // 16 for row in resumed["spike_twice"]["rows"]]
