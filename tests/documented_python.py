@@ -59,7 +59,8 @@ def shortened(arguments):
         else:
             profile = {}
         changes = FEW | split | profile | (SMALL if new else {})
-    elif program == "pretrain.compare" and "ONLY_CHECK" in os.environ:
+    elif program == "pretrain.compare" and ("ONLY_CHECK" in os.environ or "--ladder" in arguments):
+        # A ladder sets the number of steps itself; tests/pretrain/test_ladder.py runs one.
         arguments.append("--check")
     elif program == "pretrain.compare":
         changes = {"seeds": 1, **FEW, "evaluation.every": 2}

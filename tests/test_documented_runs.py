@@ -43,6 +43,14 @@ ELSEWHERE = {
     "serving.md": "tests/huggingface/test_ecosystem.py and test_vllm.py run the servers",
 }
 PREPARED = {
+    "comparison.md": (
+        r"""
+        mkdir -p runs/ladder/data
+        python tools/train_tokenizer.py --input text.jsonl --vocab-size 1024 \
+            --output runs/ladder/data/tokenizer.model
+        python tools/preprocess_data.py --input text.jsonl \
+            --tokenizer runs/ladder/data/tokenizer.model --output-prefix runs/ladder/data/stdlib"""
+    ),
     "data.md": (
         r"""
         cp -r models/mine models/chat
