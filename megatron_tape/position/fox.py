@@ -2,15 +2,13 @@
 et al., 2025).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_tape.ops.backends import GATE
 from megatron_tape.position.encoding import (
-    Costs,
     EncodingSettings,
     Parameter,
     PositionEncoding,
-    PositionInputs,
 )
 
 
@@ -30,6 +28,9 @@ class FoxPosition(PositionEncoding):
 
     f = sigmoid(w x + b) for each query head, where x is the layer's normalized input. Parameters:
     `gate` w (H, C) and `gate_bias` b (H,), which has no weight decay, as in the authors' training.
+
+    A class with this one and another encoding as its bases, in this order, adds the gates to the
+    scores of that encoding; its parameters and costs are those of both.
     """
 
     name = "fox"
@@ -43,6 +44,7 @@ class FoxPosition(PositionEncoding):
         heads = self.model.num_attention_heads
         hidden = self.model.hidden_size
         return {
+            **super().parameters(layer),
             "gate": Parameter((heads, hidden), std=self.model.init_std),
             "gate_bias": Parameter((heads,), value=self.settings.fox_bias_start, decay=False),
         }
@@ -55,15 +57,18 @@ class FoxPosition(PositionEncoding):
         and the cumulative sums in float64. Each rank computes the gates of all heads for its own
         tokens; an all-to-all then gives it the gates of its own heads for all tokens.
         """
+        without_gates = super().costs(layer, batch)
         model = self.model
         heads = model.num_attention_heads
         additions = int(heads * model.keys_per_query(layer))
         gate_bytes = 4 * batch.local_tokens * heads  # in fp32
-        return Costs(
-            multiply_adds=heads * model.hidden_size + additions,
-            saved=2 * gate_bytes + 8 * batch.tokens * heads // batch.head_shards,
-            sent_forward=gate_bytes,
-            sent_backward=gate_bytes,
+        saved = 2 * gate_bytes + 8 * batch.tokens * heads // batch.head_shards
+        return replace(
+            without_gates,
+            multiply_adds=without_gates.multiply_adds + heads * model.hidden_size + additions,
+            saved=without_gates.saved + saved,
+            sent_forward=without_gates.sent_forward + gate_bytes,
+            sent_backward=without_gates.sent_backward + gate_bytes,
             reads_hidden_states=True,
         )
 
@@ -75,6 +80,6 @@ class FoxPosition(PositionEncoding):
         logits = linear(hidden_states_sBC, parameters["gate"])
         wider = torch.promote_types(logits.dtype, torch.float32)
         log_gate = logsigmoid(logits.to(wider) + parameters["gate_bias"])
-        return PositionInputs(
-            log_gate_TBH=cache.append("gates", self.token_layout.to_heads(log_gate))
-        )
+        log_gate_TBH = cache.append("gates", self.token_layout.to_heads(log_gate))
+        inputs = super().position_inputs(layer, parameters, state, hidden_states_sBC, cache)
+        return replace(inputs, log_gate_TBH=log_gate_TBH)

@@ -328,9 +328,7 @@ class LadderPlan:
 
     @property
     def final_runs(self) -> list[PlannedRun]:
-        """The runs of checks, and the reported runs, of which those with the first seed come
-        first.
-        """
+        """The runs of checks, then the reported runs, ordered by seed."""
         checks = [check for check in self.checks if check.name in self.selected]
         reported = []
         for plan in self.reported.values():

@@ -120,7 +120,7 @@ def ladder_of(effects, seeds=(1, 2), sizes=SIZES, budgets=BUDGETS, multiples=(1,
 
 
 def tuning(best, seed=101):
-    """Return runs with three learning rates, of which `best` has the lowest loss, 3.0."""
+    """Return runs with three learning rates. `best` has the lowest loss, 3.0."""
     runs = []
     for rate in ("0.004", "0.001", "0.002"):
         loss = 3.0 + 100 * abs(float(rate) - best)
