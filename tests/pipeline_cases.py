@@ -40,6 +40,7 @@ def cases(data):
         "tape": [],
         "rope": [option("model.position_encoding", "rope")],
         "path_fox": [option("model.position_encoding", "path_fox")],
+        "wall": [option("model.position_encoding", "wall"), *packed(data)],
         "selective_rope_fox": [
             option("model.position_encoding", "selective_rope_fox"),
             *packed(data),

@@ -362,6 +362,13 @@ def test_the_picture_has_a_panel_for_each_length_and_a_line_for_each_training():
     assert entries == ["tape", "5 tokens per parameter", "20 tokens per parameter"]
 
 
+def test_the_ticks_of_the_picture_are_rounded_to_the_unit_that_they_name():
+    ladder = ladder_of({"rope": nothing, "tape": nothing}, sizes={"a": 499_700, "b": 999_700})
+    (shown,) = picture(loss_series(ladder), PICTURE_AXES[0])
+    ticks = [text.get_text() for text in shown.figure.axes[0].get_xticklabels()]
+    assert ticks == ["500k", "1M"]
+
+
 def test_the_bars_of_many_variants_stay_at_their_size():
     effects = {"rope": nothing} | {f"v{index}": nothing for index in range(8)}
     (shown,) = picture(loss_series(ladder_of(effects)), PICTURE_AXES[0], differences=True)

@@ -176,7 +176,9 @@ def _shared_mean(result: VariantResult, of_point: Iterable[VariantResult]) -> fl
 
 def _short_count(value: float) -> str:
     """Return a number of parameters or tokens as text, such as `4.2M`."""
+    # Rounded first, so that 999,700 is 1M instead of 1e+03k.
+    rounded = float(f"{value:.3g}")
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:g}"
+        if rounded >= factor:
+            return f"{rounded / factor:.3g}{unit}"
+    return f"{rounded:g}"
