@@ -4,18 +4,20 @@
 
 RUN is the directory of a training run: the page shows its curves and the evaluations in its
 directory `evaluation`. RESULTS is a results.json of pretrain.evaluate, a comparison.json or
-ladder.json of pretrain.compare, or the directory of one of them. The page is one HTML file that
-works without network access.
+ladder.json of pretrain.compare (whatever its name), or the directory of one of them. The page is
+one HTML file that works without network access.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import ladder_file
-from megatron_tape.evaluation.comparison_file import NAME, read_comparison
+from megatron_tape.evaluation import comparison_file, ladder_file
+from megatron_tape.evaluation.comparison_file import read_comparison
 from megatron_tape.io.files import write_whole
+from megatron_tape.io.records import RECORD_BYTES, read_record
 from megatron_tape.run.curves import METRICS
 from megatron_tape.text import counted
 
@@ -57,13 +59,11 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
     ladders = []
     others = []
     for path in map(Path, paths):
-        ladder = path / ladder_file.NAME if path.is_dir() else path
-        if ladder.name == ladder_file.NAME and ladder.is_file():
-            ladders.append(ladder_file.read_ladder(ladder))
-            continue
-        file = path / NAME if path.is_dir() else path
-        # A run of a comparison also contains this file, but is shown as a run.
-        if file.name == NAME and file.is_file() and not (path / METRICS).is_file():
+        file = _results_file(path)
+        keys = _keys(file)
+        if "points" in keys:
+            ladders.append(ladder_file.read_ladder(file))
+        elif "runs" in keys:
             comparisons.append(read_comparison(file))
         else:
             others.append(path)
@@ -81,6 +81,26 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
     }
     shown = [counted(number, what) for what, number in numbers.items() if number]
     print(f"{output}: {', '.join(shown)}, {len(content) / 1e6:.1f} MB")
+
+
+def _results_file(path: Path) -> Path:
+    """Return the file of a ladder or of a comparison in a directory, or `path` if there is none."""
+    # A run of a comparison also contains its file, but is shown as a run.
+    if (path / METRICS).is_file():
+        return path
+    for name in (ladder_file.NAME, comparison_file.NAME):
+        if (path / name).is_file():
+            return path / name
+    return path
+
+
+def _keys(file: Path) -> set[str]:
+    """Return the keys of a JSON file, by which a ladder, a comparison and other results differ.
+    They are empty if it is no file, or too large for a ladder or a comparison.
+    """
+    if not file.is_file() or file.stat().st_size > RECORD_BYTES:
+        return set()
+    return set(read_record(file, dict[str, Any]))
 
 
 if __name__ == "__main__":

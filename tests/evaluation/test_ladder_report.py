@@ -30,6 +30,7 @@ from megatron_tape.evaluation.results import Score
 from megatron_tape.run.curves import read_run
 from pretrain import report
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"4M": 4_000_000, "8M": 8_000_000, "32M": 32_000_000}
 BUDGETS = (5, 20)
 TRAINED = 256
@@ -619,6 +620,14 @@ def test_a_page_is_made_from_the_file_or_its_directory(tmp_path, capsys):
         # Losses and differences, each by parameters and by tokens.
         assert content.count("<img src=") == 4
         output.unlink()
+
+
+def test_records_of_any_name_are_recognized_by_their_content(tmp_path, capsys):
+    records = ROOT / "benchmarks" / "results"
+    files = [records / "ladders" / "small.json", records / "comparisons" / "recall.json"]
+    output = tmp_path / "page.html"
+    report.main([*map(str, files), "--output", str(output)])
+    assert capsys.readouterr().out.startswith(f"{output}: 1 ladder, 1 comparison, ")
 
 
 def test_markdown_has_the_tables_and_the_reading_of_them():

@@ -111,7 +111,7 @@ def read_runs_and_results(paths: Iterable[str | Path]) -> tuple[dict[str, Run], 
             raise FileError(
                 path,
                 f"contains neither {METRICS} nor {NAME}, or does not exist",
-                "give a training run, or the --output of pretrain.evaluate",
+                "give a training run, or the output of pretrain.evaluate or pretrain.compare",
             )
 
         if is_run:
