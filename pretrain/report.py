@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation import comparison_file, ladder_file
+from megatron_tape.evaluation import comparison_file, ladder_file, results
 from megatron_tape.evaluation.comparison_file import read_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import RECORD_BYTES, read_record
@@ -60,16 +60,16 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
     others = []
     for path in map(Path, paths):
         file = _results_file(path)
-        keys = _keys(file)
-        if "points" in keys:
+        kind = _kind(file)
+        if kind == ladder_file.NAME:
             ladders.append(ladder_file.read_ladder(file))
-        elif "runs" in keys:
+        elif kind == comparison_file.NAME:
             comparisons.append(read_comparison(file))
         else:
             others.append(path)
-    runs, results = read_runs_and_results(others)
+    runs, evaluated = read_runs_and_results(others)
     # Generated text may contain lone surrogates, which UTF-8 cannot encode.
-    content = page(runs, results, comparisons, missing, ladders).encode("utf-8", errors="replace")
+    content = page(runs, evaluated, comparisons, missing, ladders).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
     # What the page shows, without what it does not have.
@@ -77,7 +77,7 @@ def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] =
         "ladder": len(ladders),
         "comparison": len(comparisons),
         "run": len(runs),
-        "evaluated model": len(results),
+        "evaluated model": len(evaluated),
     }
     shown = [counted(number, what) for what, number in numbers.items() if number]
     print(f"{output}: {', '.join(shown)}, {len(content) / 1e6:.1f} MB")
@@ -94,13 +94,18 @@ def _results_file(path: Path) -> Path:
     return path
 
 
-def _keys(file: Path) -> set[str]:
-    """Return the keys of a JSON file, by which a ladder, a comparison and other results differ.
-    They are empty if it is no file, or too large for a ladder or a comparison.
-    """
-    if not file.is_file() or file.stat().st_size > RECORD_BYTES:
-        return set()
-    return set(read_record(file, dict[str, Any]))
+def _kind(file: Path) -> str:
+    """Return the name that pretrain.compare or pretrain.evaluate gives a file with such content."""
+    known = (ladder_file.NAME, comparison_file.NAME, results.NAME)
+    # Results of an evaluation may be larger than what the others are limited to.
+    if file.name in known or not file.is_file() or file.stat().st_size > RECORD_BYTES:
+        return file.name
+    keys = read_record(file, dict[str, Any])
+    if "points" in keys:
+        return ladder_file.NAME
+    if "runs" in keys:
+        return comparison_file.NAME
+    return results.NAME
 
 
 if __name__ == "__main__":

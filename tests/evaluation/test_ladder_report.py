@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 from report_cases import write_run
 
 from megatron_tape.checks.arguments import parse_run_config
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation.comparison_file import Comparison, FinishedRun, training_scores
 from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint, LearningRate, write_ladder
 from megatron_tape.evaluation.report.ladder_findings import headline
@@ -628,6 +629,14 @@ def test_records_of_any_name_are_recognized_by_their_content(tmp_path, capsys):
     output = tmp_path / "page.html"
     report.main([*map(str, files), "--output", str(output)])
     assert capsys.readouterr().out.startswith(f"{output}: 1 ladder, 1 comparison, ")
+
+
+@pytest.mark.parametrize("name", ["ladder.json", "comparison.json"])
+def test_a_damaged_record_of_a_known_name_is_named_with_its_problem(tmp_path, name):
+    (tmp_path / name).write_text('{"format": 1}')
+    with pytest.raises(FileError, match="Field required") as error:
+        report.write_report([tmp_path], tmp_path / "page.html")
+    assert error.value.subject == str(tmp_path / name)
 
 
 def test_markdown_has_the_tables_and_the_reading_of_them():
