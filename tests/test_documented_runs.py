@@ -42,15 +42,14 @@ ELSEWHERE = {
     "install.md": "continuous integration runs make install; the rest needs a cluster",
     "serving.md": "tests/huggingface/test_ecosystem.py and test_vllm.py run the servers",
 }
+LADDER_DATA = r"""
+    mkdir -p runs/ladder/data
+    python tools/train_tokenizer.py --input text.jsonl --vocab-size 1024 \
+        --output runs/ladder/data/tokenizer.model
+    python tools/preprocess_data.py --input text.jsonl \
+        --tokenizer runs/ladder/data/tokenizer.model --output-prefix runs/ladder/data/stdlib"""
 PREPARED = {
-    "comparison.md": (
-        r"""
-        mkdir -p runs/ladder/data
-        python tools/train_tokenizer.py --input text.jsonl --vocab-size 1024 \
-            --output runs/ladder/data/tokenizer.model
-        python tools/preprocess_data.py --input text.jsonl \
-            --tokenizer runs/ladder/data/tokenizer.model --output-prefix runs/ladder/data/stdlib"""
-    ),
+    "comparison.md": LADDER_DATA,
     "data.md": (
         r"""
         cp -r models/mine models/chat
@@ -276,6 +275,7 @@ def test_the_commands_of_a_page_run(page, repository, tmp_path):
 
 @pytest.mark.slow
 def test_the_comparisons_of_the_research_log_are_valid(repository, monkeypatch):
+    shell(repository, textwrap.dedent(LADDER_DATA))
     monkeypatch.setenv("ONLY_CHECK", "1")
     log = ROOT / "docs" / "reproductions.md"
     variables = "\n".join(
