@@ -10,7 +10,6 @@ from markdown_it import MarkdownIt
 from report_cases import write_run
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.errors import FileError
 from megatron_tape.evaluation.comparison_file import Comparison, FinishedRun, training_scores
 from megatron_tape.evaluation.ladder_file import Ladder, LadderPoint, LearningRate, write_ladder
 from megatron_tape.evaluation.report.ladder_findings import headline
@@ -31,7 +30,6 @@ from megatron_tape.evaluation.results import Score
 from megatron_tape.run.curves import read_run
 from pretrain import report
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"4M": 4_000_000, "8M": 8_000_000, "32M": 32_000_000}
 BUDGETS = (5, 20)
 TRAINED = 256
@@ -621,22 +619,6 @@ def test_a_page_is_made_from_the_file_or_its_directory(tmp_path, capsys):
         # Losses and differences, each by parameters and by tokens.
         assert content.count("<img src=") == 4
         output.unlink()
-
-
-def test_records_of_any_name_are_recognized_by_their_content(tmp_path, capsys):
-    records = ROOT / "benchmarks" / "results"
-    files = [records / "ladders" / "small.json", records / "comparisons" / "recall.json"]
-    output = tmp_path / "page.html"
-    report.main([*map(str, files), "--output", str(output)])
-    assert capsys.readouterr().out.startswith(f"{output}: 1 ladder, 1 comparison, ")
-
-
-@pytest.mark.parametrize("name", ["ladder.json", "comparison.json"])
-def test_a_damaged_record_of_a_known_name_is_named_with_its_problem(tmp_path, name):
-    (tmp_path / name).write_text('{"format": 1}')
-    with pytest.raises(FileError, match="Field required") as error:
-        report.write_report([tmp_path], tmp_path / "page.html")
-    assert error.value.subject == str(tmp_path / name)
 
 
 def test_markdown_has_the_tables_and_the_reading_of_them():

@@ -1,6 +1,7 @@
 import base64
 import json
 import re
+from pathlib import Path
 
 import lxml.html
 import pytest
@@ -8,6 +9,7 @@ from report_cases import CONFIG, results, score, task, write_results, write_rows
 
 from megatron_tape.command_line import status_of
 from megatron_tape.config.evaluation import SelectiveCopySettings
+from megatron_tape.errors import FileError
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.figures import clean
 from megatron_tape.evaluation.report import page as page_module
@@ -19,6 +21,7 @@ from megatron_tape.run import curves
 from megatron_tape.run.curves import read_run
 from pretrain import report
 
+ROOT = Path(__file__).parents[2]
 NASTY = '<script>alert("x")</script>&amp;"\' onload=$x$ \u202e\x07\ud800'
 LENGTHS = (256, 512, 1024)
 
@@ -352,6 +355,22 @@ def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(
     assert str(file) in error
     assert error.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
+
+
+def test_records_of_any_name_are_recognized_by_their_content(tmp_path, capsys):
+    records = ROOT / "benchmarks" / "results"
+    files = [records / "ladders" / "small.json", records / "comparisons" / "recall.json"]
+    output = tmp_path / "page.html"
+    report.main([*map(str, files), "--output", str(output)])
+    assert capsys.readouterr().out.startswith(f"{output}: 1 ladder, 1 comparison, ")
+
+
+@pytest.mark.parametrize("name", ["ladder.json", "comparison.json"])
+def test_a_damaged_record_of_a_known_name_is_named_with_its_problem(tmp_path, name):
+    (tmp_path / name).write_text('{"format": 1}')
+    with pytest.raises(FileError, match="Field required") as error:
+        report.write_report([tmp_path], tmp_path / "page.html")
+    assert error.value.subject == str(tmp_path / name)
 
 
 def test_paths_without_a_run_or_results_are_rejected(tmp_path, capsys):
