@@ -79,7 +79,8 @@ def cache_bytes(cache: DynamicCache) -> int:
     """Return the bytes of all storage that the layers of a cache hold."""
     storages = {}
     for layer in cache.layers:
-        for tensor in (layer.keys, layer.values, *layer.encoding_tensors.values()):
+        of_encoding = [tensor.kept for tensor in layer.encoding_tensors.values()]
+        for tensor in (layer.keys, layer.values, *of_encoding):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

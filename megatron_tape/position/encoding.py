@@ -174,11 +174,22 @@ class TokenCache:
     as in training.
     """
 
-    def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the cached tensor `name` along the first axis (tokens), and return the
-        whole tensor.
+    def append(self, name: str, new: Tensor, before: int = 0) -> Tensor:
+        """Append `new` to the cached tensor `name` along the first axis (tokens), and return this
+        tensor for the tokens whose keys attention receives: all tokens, or those of a sliding
+        window.
+
+        The returned tensor begins `before` tokens earlier, or with the first token of the sequence.
         """
         return new
+
+    def cumsum(self, name: str, new: Tensor) -> Tensor:
+        """Return the sums over all tokens up to each new one, float64 (S, ...), given the summands
+        of the S new tokens. `name` is the cached tensor of summands.
+        """
+        import torch
+
+        return new.cumsum(0, dtype=torch.float64)
 
 
 class SingleProcess:
@@ -456,7 +467,7 @@ class PositionEncoding:
 
         With a cache, `state` and `hidden_states_sBC` cover only the new tokens; add to `cache` what
         later tokens need. The returned state and factors then also cover only the new tokens, but
-        bias, gates and `rescore` cover all.
+        bias, gates and `rescore` cover all tokens that `cache.append` returns.
         """
         return PositionInputs(state, average_state=self.averages_state(layer))
 

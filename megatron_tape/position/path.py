@@ -130,12 +130,15 @@ class PathPosition(PositionEncoding):
 
         from megatron_tape.ops.householder import through_reflections
 
+        # The convolution of a token reads this number of tokens before it.
+        before = max(self.settings.path_conv_size - 1, 0)
         # Cached before `w_up` is applied, so that the cache has only `path_rank` numbers per token.
-        narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]))
+        narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]), before)
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
         betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])
         betas_TBG = self.token_layout.to_heads(cache.append("betas", betas_sBG))
-        tensors = (self.token_layout.to_heads(w_sBGD), betas_TBG, cache.append("positions", state))
+        positions = cache.append("positions", state, before)
+        tensors = (self.token_layout.to_heads(w_sBGD), betas_TBG, positions)
         if "conv" in parameters:
             tensors = (*tensors, parameters["conv"])
         return PositionInputs(rescore=through_reflections(_unit_w_and_beta, tensors))
@@ -143,12 +146,12 @@ class PathPosition(PositionEncoding):
 
 def _unit_w_and_beta(w_TBGD, betas_TBG, positions_TB, conv_GDK=None):
     """Return the unit vectors w (T, B, G, D) and beta (T, B, G), given the outputs of their
-    projections.
+    projections. w and positions may also have tokens before these T, for the convolution.
     """
     from torch.nn.functional import silu
 
     if conv_GDK is not None:
-        w_TBGD = silu(short_convolution(w_TBGD, positions_TB, conv_GDK))
+        w_TBGD = silu(short_convolution(w_TBGD, positions_TB, conv_GDK))[-len(betas_TBG) :]
     squares = w_TBGD.square().sum(-1, keepdim=True)
     return w_TBGD * (squares + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
 

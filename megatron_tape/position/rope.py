@@ -363,11 +363,7 @@ class RotaryPosition(PositionEncoding):
             increments_SBN = 1 + logits_SBN
         else:
             increments_SBN = 2 * logits_SBN.sigmoid()
-        # The increment of each token is cached, not only their sum, so that the last tokens can be
-        # removed from a cache.
-        # With a cache, earlier tokens precede those of `logits_SBN`.
-        positions_TBN = cache.append("increments", increments_SBN).cumsum(0)
-        return positions_TBN[-len(increments_SBN) :]
+        return cache.cumsum("increments", increments_SBN)
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases of real positions times the attention factor, (S, B, G, D), rounded

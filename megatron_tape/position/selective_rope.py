@@ -178,7 +178,6 @@ class SelectiveRotaryPosition(PositionEncoding):
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the phases of all tokens for this rank's groups."""
-        import torch
         from torch.nn.functional import linear
         from torch.utils.checkpoint import checkpoint
 
@@ -193,12 +192,14 @@ class SelectiveRotaryPosition(PositionEncoding):
             )
             gate_SBG = self.token_layout.to_heads(gate_sBG)
 
+        # The convolution of a token reads this number of tokens before it.
+        before = parameters["conv"].shape[-1] - 1
         # A checkpoint saves only these inputs; the intermediate results of the convolution take
         # many times their memory.
         steps_SBGF = checkpoint(
             self._steps,
-            cache.append("phi", phi_SBGF),
-            cache.append("positions", state),
+            cache.append("phi", phi_SBGF, before),
+            cache.append("positions", state, before),
             gate_SBG,
             parameters["conv"],
             parameters.get("step_bias"),
@@ -207,11 +208,8 @@ class SelectiveRotaryPosition(PositionEncoding):
             preserve_rng_state=False,
         )
 
-        # In float32, sums of many steps would be rounded. The steps are cached, not their sums, so
-        # that the last tokens can be removed from a cache.
-        steps_TBGF = cache.append("steps", steps_SBGF)
-        earlier = steps_TBGF[: -len(steps_SBGF)].sum(0, dtype=torch.float64)
-        sums = earlier + steps_SBGF.cumsum(0, dtype=torch.float64)
+        # In float32, sums of many steps would be rounded.
+        sums = cache.cumsum("steps", steps_SBGF)
         theta = self.constant("frequencies", self.frequencies, sums.device)
         return PositionInputs(phases_of_angles(sums * theta, hidden_states_sBC.dtype))
 
@@ -249,8 +247,8 @@ class SelectiveRotaryPosition(PositionEncoding):
         """Return the steps of the last S = `new_tokens` tokens, (S, B, G, F), at least in
         float32.
 
-        phi and positions are those of all tokens, `gate_SBG` the gate's logits or None, and
-        `bias_GF` is b or None.
+        phi and positions are also those of tokens before them, `gate_SBG` is the gate's logits or
+        None, and `bias_GF` is b or None.
         """
         from torch.nn.functional import silu
 

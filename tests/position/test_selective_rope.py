@@ -141,11 +141,14 @@ class Recorded(TokenCache):
     def __init__(self):
         self.tensors = {}
 
-    def append(self, name, new):
+    def append(self, name, new, before=0):
         if name in self.tensors:
             new = torch.cat([self.tensors[name], new])
         self.tensors[name] = new
         return new
+
+    def cumsum(self, name, new):
+        return self.append(name, new).cumsum(0, dtype=torch.float64)[-len(new) :]
 
     def crop(self, length):
         self.tensors = {name: tensor[:length] for name, tensor in self.tensors.items()}

@@ -45,9 +45,6 @@ _MODELING = Path(__file__).parents[1] / "modeling"
 # further imports.
 _IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
 _ENCODING_IMPORT = """from .encoding_tape import (
-    DECAY,
-    REFLECTIONS,
-    SCORES,
     Encoding,
     SingleProcess,
     TokenCache,
@@ -68,13 +65,9 @@ _ENTRY = '''"""The positional encoding {name}, under the names that modeling_enc
 
 from .{interface} import SingleProcess, TokenCache
 from .{module} import {encoding} as Encoding
-from .{backends} import DECAY, REFLECTIONS, SCORES
 from .{some_layers} import in_some_layers, temperature
 
 __all__ = [
-    "DECAY",
-    "REFLECTIONS",
-    "SCORES",
     "Encoding",
     "SingleProcess",
     "TokenCache",
@@ -163,14 +156,13 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     Raises UserError for an import that cannot be exported.
     """
     encoding_module = _module_of_encoding(encoding)
-    # `_ENTRY` imports from these three, even if the encoding does not.
+    # `_ENTRY` imports from these two, even if the encoding does not.
     interface = _package_module(f"{_PACKAGE}.position.encoding")
     some_layers = _package_module(f"{_PACKAGE}.position.some_layers")
-    backends = _package_module(f"{_PACKAGE}.ops.backends")
-    assert interface is not None and some_layers is not None and backends is not None
+    assert interface is not None and some_layers is not None
     texts = {}
     # The encoding's module, and all that it imports, directly or not.
-    pending_modules = [encoding_module, interface, some_layers, backends]
+    pending_modules = [encoding_module, interface, some_layers]
     while pending_modules:
         module = pending_modules.pop()
         if f"{module.flat_name}.py" not in texts:
@@ -182,7 +174,6 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
         encoding=encoding.__qualname__,
         interface=interface.flat_name,
         some_layers=some_layers.flat_name,
-        backends=backends.flat_name,
         module=encoding_module.flat_name,
     )
     return {"encoding_tape.py": entry} | dict(sorted(texts.items()))

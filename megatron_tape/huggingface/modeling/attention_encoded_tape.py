@@ -128,7 +128,6 @@ def attend_with_scores(
     dropout: float,
     with_weights: bool,
     window: int | None = None,
-    earlier_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights
     (B, H, S, T).
@@ -138,10 +137,9 @@ def attend_with_scores(
     and, with `window`, restricted to the last `window` tokens. `positions` (`PositionInputs`)
     changes the scores in up to four ways: `rescore` replaces them, `bias` is added, and so are the
     sums of `log_gate_TBH`, the logarithms of forget gates; `sink_H` has the logit of a sink, which
-    takes a part of the weights. Each may be None. Bias and gates also have the `earlier_tokens`
-    whose keys were dropped; `rescore` requires the keys of all tokens.
-    Computes at least in float32. Training recomputes blocks in the backward pass, and saves no
-    S x T tensors.
+    takes a part of the weights. Each may be None. Bias, gates and `rescore` are those of the T
+    tokens. Computes at least in float32. Training recomputes blocks in the backward pass, and saves
+    no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S = query.shape[2]
@@ -164,7 +162,7 @@ def attend_with_scores(
     if positions.log_gate_TBH is not None:
         # The sums over all tokens up to each one. They are in float64, since in long sequences
         # float32 would lose the differences between neighboring tokens.
-        sums_BHT = positions.log_gate_TBH[earlier_tokens:].double().cumsum(0).permute(1, 2, 0)
+        sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
     def attend_block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the averages (B, H, r, E), and the weights (B, H, r, T) or None, of the queries
@@ -200,10 +198,7 @@ def attend_with_scores(
             )
 
         if bias is not None:
-            # The bias takes indices among all tokens.
-            rows = slice(tokens.start + earlier_tokens, tokens.stop + earlier_tokens)
-            columns = slice(keys.start + earlier_tokens, keys.stop + earlier_tokens)
-            scores = scores + bias.of(rows, columns)
+            scores = scores + bias.of(tokens, keys)
         if sums_BHT is not None:
             # The scores get the sum of the log gates after key j up to query i. Sums relative to
             # the block's first query are small for keys near it, so that float32 keeps their

@@ -5,6 +5,7 @@ Axes: B batch, S new tokens, T all tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,47 @@ from .cache_tape import GrowingLayer
 from .encoding_tape import TokenCache
 
 
+@dataclass(frozen=True)
+class EncodingTensor:
+    """A tensor of an encoding in one layer of a cache."""
+
+    kept: Tensor
+    """The tensor for the tokens from `first` on, (B, tokens, ...)."""
+    first: int = 0
+    """Index of the first kept token in the sequence."""
+    before: int = 0
+    """Number of tokens to keep before those whose keys are kept."""
+    dropped: Tensor | None = None
+    """The sum over the tokens before `first`, float64 (B, 1, ...); None if there are none."""
+
+    def changed(self, function: Callable[[Tensor], Tensor]) -> "EncodingTensor":
+        """Return a copy whose sequences, the first axis, are changed by `function`."""
+        dropped = self.dropped
+        if dropped is not None:
+            dropped = function(dropped)
+        return replace(self, kept=function(self.kept), dropped=dropped)
+
+    def until(self, length: int) -> "EncodingTensor":
+        """Return a copy that ends with the token number `length` of the sequence."""
+        return replace(self, kept=self.kept[:, : length - self.first])
+
+    def starting_at(self, first_key: int) -> "EncodingTensor":
+        """Return a copy without the tokens that are not needed if the kept keys begin with the one
+        of token `first_key`.
+        """
+        first = max(first_key - self.before, self.first)
+        if first == self.first:
+            return self
+        old, kept = self.kept.tensor_split([first - self.first], dim=1)
+        dropped = old.sum(1, keepdim=True, dtype=torch.float64)
+        if self.dropped is not None:
+            dropped = dropped + self.dropped
+        if old.shape[1] > 1:
+            # A view would keep the memory of all tokens, such as those of a long prompt.
+            kept = kept.clone()
+        return replace(self, kept=kept, first=first, dropped=dropped)
+
+
 class EncodedLayer(GrowingLayer):
     """A layer of a dynamic cache that also stores an encoding's tensors, and handles them like the
     keys.
@@ -22,19 +64,30 @@ class EncodedLayer(GrowingLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoding_tensors: dict[str, Tensor] = {}
-        """The encoding's tensors by name, (B, T, ...)."""
+        self.encoding_tensors: dict[str, EncodingTensor] = {}
+        """The encoding's tensors by name."""
 
     def __reduce__(self):
         """Copy and pickle without buffers, since only one layer may write to a buffer."""
         state = {name: value for name, value in vars(self).items() if name != "_buffers"}
         return type(self), (), state
 
-    def _apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each of the encoding's tensors by `function` of it."""
+    def first_key(self) -> int:
+        """Return the index in the sequence of the first token whose keys the next `update` will
+        return.
+        """
+        return 0
+
+    def _change_tensors(self, change: Callable[[EncodingTensor], EncodingTensor]) -> None:
+        """Replace each of the encoding's tensors by `change` of it."""
+        # Not in place, since a shallow copy of the layer shares the dictionary.
         self.encoding_tensors = {
-            name: function(tensor) for name, tensor in self.encoding_tensors.items()
+            name: change(tensor) for name, tensor in self.encoding_tensors.items()
         }
+
+    def _change_sequences(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Change the sequences of the encoding's tensors, which are their first axis."""
+        self._change_tensors(lambda tensor: tensor.changed(function))
 
     # The methods below override those of transformers' cache layers, which beam search and assisted
     # generation call.
@@ -42,23 +95,23 @@ class EncodedLayer(GrowingLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each sequence by the one at its index in beam_idx (B,), for beam search."""
         super().reorder_cache(beam_idx)
-        self._apply_to_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._change_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, (B, ...) to (B repeats, ...)."""
         super().batch_repeat_interleave(repeats)
-        self._apply_to_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._change_sequences(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences at these indices."""
         super().batch_select_indices(indices)
-        self._apply_to_tensors(lambda tensor: tensor[indices, ...])
+        self._change_sequences(lambda tensor: tensor[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
         """Remove the last tokens. The arguments depend on the version of transformers."""
         super().crop(*args, **kwargs)
         length = self.get_seq_length()
-        self._apply_to_tensors(lambda tensor: tensor[:, :length])
+        self._change_tensors(lambda tensor: tensor.until(length))
 
     def reset(self) -> None:
         """Empty the layer. In some versions of transformers, DynamicLayer only zeroes the tensors,
@@ -71,11 +124,8 @@ class EncodedLayer(GrowingLayer):
 
 
 class WindowLayer(EncodedLayer):
-    """A layer that keeps keys and values only of the tokens to which later tokens attend: the last
-    W - 1 of them, for a window of W tokens.
-
-    The encoding's tensors are kept for all tokens, since an encoding may need them, such as for
-    running sums. They have few numbers per token.
+    """A layer that keeps keys, values and the encoding's tensors only of the tokens to which later
+    tokens attend: the last W - 1 of them, for a window of W tokens.
     """
 
     is_sliding = True
@@ -101,13 +151,15 @@ class WindowLayer(EncodedLayer):
         of the S new tokens and of the at most W - 1 tokens before them.
         """
         new_tokens = key_states.shape[-2]
-        num_returned, _ = self.get_mask_sizes(new_tokens)
+        num_returned = self.num_seen + new_tokens - self.first_key()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_seen += new_tokens
 
         if not self.record_past:
             self.keys = self._last_tokens("keys", keys, new_tokens)
             self.values = self._last_tokens("values", values, new_tokens)
+            first_key = self.first_key()
+            self._change_tensors(lambda tensor: tensor.starting_at(first_key))
         start = keys.shape[-2] - num_returned
         return keys[:, :, start:], values[:, :, start:]
 
@@ -131,6 +183,10 @@ class WindowLayer(EncodedLayer):
         """Return the number of all tokens of a sequence, including those that are not kept."""
         return self.num_seen
 
+    def first_key(self) -> int:
+        """Return the index of the first token to which the next token attends."""
+        return max(self.num_seen - self.sliding_window + 1, 0)
+
     def get_mask_sizes(self, query_length: int | Tensor, *args) -> tuple[int, int]:
         """Return the number of tokens whose keys `update` would return for `query_length` new
         tokens, and the index of the first of them in the sequence.
@@ -139,8 +195,8 @@ class WindowLayer(EncodedLayer):
         """
         if isinstance(query_length, Tensor):
             query_length = query_length.shape[0]
-        earlier = min(self.num_seen, self.sliding_window - 1)
-        return earlier + query_length, self.num_seen - earlier
+        first = self.first_key()
+        return self.num_seen + query_length - first, first
 
     def crop(self, *args, **kwargs) -> None:
         """Remove the last tokens. The arguments depend on the version of transformers.
@@ -169,7 +225,7 @@ class WindowLayer(EncodedLayer):
         self.keys = self.keys[:, :, start:end]
         self.values = self.values[:, :, start:end]
         self.num_seen = length
-        self._apply_to_tensors(lambda tensor: tensor[:, :length])
+        self._change_tensors(lambda tensor: tensor.until(length))
 
     def reset(self) -> None:
         """Empty the layer."""
@@ -186,20 +242,40 @@ class EncodingCache(TokenCache):
         self.layer = layer
         self.batch = batch
 
-    def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` (S, B or 1, ...) to the tensor `name`, and return the tensor of all tokens
-        (T, B, ...).
+    def append(self, name: str, new: Tensor, before: int = 0) -> Tensor:
+        """Append `new` (S, B or 1, ...) to the tensor `name`, and return it for the tokens whose
+        keys the layer will return, and for `before` tokens before them, if there are so many.
 
         Call it before the layer's keys of the same tokens are appended.
         """
+        tensor = self._append(name, new, before)
+        start = max(self.layer.first_key() - before - tensor.first, 0)
+        return tensor.kept[:, start:].transpose(0, 1)
+
+    def cumsum(self, name: str, new: Tensor) -> Tensor:
+        """Return the sums up to each new token, float64 (S, B, ...). The summands are cached, not
+        the sums, so that the last tokens can be removed.
+        """
+        tensor = self._append(name, new)
+        earlier, summands = tensor.kept.tensor_split([-len(new)], dim=1)
+        sums = earlier.sum(1, keepdim=True, dtype=torch.float64)
+        if tensor.dropped is not None:
+            sums = tensor.dropped + sums
+        return (sums + summands.cumsum(1, dtype=torch.float64)).transpose(0, 1)
+
+    def _append(self, name: str, new: Tensor, before: int = 0) -> EncodingTensor:
+        """Append `new` (S, B or 1, ...) to the tensor `name` and return it."""
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
-        if (past_length := self.layer.get_seq_length()) > 0:
+        tensor = EncodingTensor(new, before=before)
+        past_length = self.layer.get_seq_length()
+        if past_length > 0:
             # A forward pass that failed may have appended tokens here, but not to the keys, whose
-            # length is `past_length`. The slice drops these tokens.
-            new = torch.cat([self.layer.encoding_tensors[name][:, :past_length], new], dim=1)
+            # number is `past_length`.
+            old = self.layer.encoding_tensors[name].until(past_length)
+            tensor = replace(old, kept=torch.cat([old.kept, new], dim=1))
         # Not in place, since a shallow copy of the layer shares the dictionary.
-        self.layer.encoding_tensors = self.layer.encoding_tensors | {name: new}
-        return new.transpose(0, 1)
+        self.layer.encoding_tensors = self.layer.encoding_tensors | {name: tensor}
+        return tensor
 
 
 def check_cache(cache: Cache | None) -> None:

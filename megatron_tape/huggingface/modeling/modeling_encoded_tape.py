@@ -23,9 +23,6 @@ from .cache_encoded_tape import EncodingCache, check_cache, use_encoded_layers
 from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import (
-    DECAY,
-    REFLECTIONS,
-    SCORES,
     Encoding,
     SingleProcess,
     TokenCache,
@@ -173,12 +170,10 @@ class EncodedAttention(TapeAttention):
         if temperature is not None:
             query = (query * temperature).to(query.dtype)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        num_tokens = key.shape[2]
         if cache is not None:
             key, value = cache.update(
                 key, value, self.layer_idx, {"cache_position": cache_position}
             )
-            num_tokens = cache.get_seq_length(self.layer_idx)
 
         # Read here, since a user may change the window of a loaded model.
         window = self.config.window_of(self.layer_idx)
@@ -202,8 +197,6 @@ class EncodedAttention(TapeAttention):
                     dropout,
                     with_weights=is_eager,
                     window=window,
-                    # A layer with a window may have dropped the keys of these tokens.
-                    earlier_tokens=num_tokens - key.shape[2],
                 )
             averages = all_averages.split(self.head_dim, dim=-1)
 
@@ -368,12 +361,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
         """Make `cache` able to store the encoding's tensors, and check its new length."""
         depth = min(self.config.num_hidden_layers, len(self.layers))
-        # For each layer, the window to which its cache is limited, or None.
-        windows = [self.config.window_of(i) for i in range(depth)]
-        # Such encodings compute the scores of all keys, so that all must be cached.
-        if self.encoding.needs & {SCORES, REFLECTIONS, DECAY}:
-            windows = [None] * depth
-        use_encoded_layers(cache, windows)
+        use_encoded_layers(cache, [self.config.window_of(i) for i in range(depth)])
         if cache is not None and (past_length := cache.get_seq_length()) > 0:
             self.check_cached(past_length + hidden_states.shape[1])
 
