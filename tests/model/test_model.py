@@ -23,6 +23,7 @@ from megatron_tape.model import layers, reference
 from megatron_tape.model.shapes import hugging_face_shapes, parameter_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.position import BUILT_IN
 
 VARIANTS = {
     "plain": {},
@@ -204,7 +205,7 @@ def test_equal_frequencies_in_layers_with_a_window_change_no_bit(encoding, same)
     assert built.encoding.exports_to == expected.encoding.exports_to
 
 
-@pytest.mark.parametrize("encoding", ["tape", "rope", "fox", "path"])
+@pytest.mark.parametrize("encoding", [encoding.name for encoding in BUILT_IN])
 def test_a_window_of_all_tokens_gives_the_bits_of_no_window(encoding):
     ids = random_tokens()
     gradients = []

@@ -19,12 +19,20 @@ SETTINGS = {
     "repo": {"position_encoding": "repo"},
     "selective_rope": {"position_encoding": "selective_rope"},
     "three_groups": {"num_query_groups": 3, "kv_channels": 8},
+    "tape_window": {"sliding_window": 3, "full_attention_every": 2},
+    "selective_rope_fox_window": {
+        "position_encoding": "selective_rope_fox",
+        "sliding_window": 3,
+        "full_attention_every": 2,
+    },
 }
 
 
-def shifted(name, **changes):
-    heads = {"num_attention_heads": 9} if name == "three_groups" else {}
-    return build(small_model(**SETTINGS[name], **heads), shifted_sparse=True, **changes)[0]
+def shifted(name, window=None, **changes):
+    settings = {"sliding_window": window} | SETTINGS[name]
+    if name == "three_groups":
+        settings["num_attention_heads"] = 9
+    return build(small_model(**settings), shifted_sparse=True, **changes)[0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -41,8 +49,9 @@ def test_attention_is_causal(name):
         assert different[token] > 0
 
 
-def test_tokens_attend_only_within_their_segment():
-    built = shifted("rope")
+@pytest.mark.parametrize("window, last", [(None, 7), (1, 5), (2, 6), (3, 7)])
+def test_tokens_attend_only_within_their_segment_and_window(window, last):
+    built = shifted("rope", window)
     for later in list(built.layers)[1:]:
         del built.layers[later]
     ids = random_tokens()
@@ -51,7 +60,7 @@ def test_tokens_attend_only_within_their_segment():
     # For half of the heads, token 5 is in the segment of tokens 4 to 7, for the other half in that
     # of tokens 2 to 5.
     moved = (built(changed) - built(ids)).abs().amax((0, 2))
-    assert moved.nonzero().flatten().tolist() == [5, 6, 7]
+    assert moved.nonzero().flatten().tolist() == [*range(5, last + 1)]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,8 @@ def test_tokens_attend_only_within_their_segment():
         ("repo", True),
         ("selective_rope", True),
         ("three_groups", True),
+        ("tape_window", True),
+        ("selective_rope_fox_window", True),
     ],
 )
 def test_recomputation_uses_the_same_segments(name, packed):

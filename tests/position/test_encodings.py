@@ -175,8 +175,9 @@ def test_xpos_depends_only_on_distances():
 
 
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
-def test_packed_documents_equal_separate_sequences(name):
-    built = built_and_moved(name, recompute="full")
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_documents_equal_separate_sequences(name, window):
+    built = built_and_moved(name, changes={"sliding_window": window}, recompute="full")
     ids = random_tokens(2)
     packed = built(
         ids,
@@ -208,10 +209,16 @@ def test_an_encoding_that_computes_from_positions_must_say_whether_they_restart_
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_gradients_do_not_depend_on_tiling_or_recomputation(name, monkeypatch):
+@pytest.mark.parametrize("window", [None, 33])
+def test_gradients_do_not_depend_on_tiling_or_recomputation(name, window, monkeypatch):
     monkeypatch.setattr(tiled, "QUERIES", 24)
     monkeypatch.setattr(tiled, "KEYS", 40)
     ids = random_tokens(1, 90)
+    layers = {"num_layers": 2}
+    documents = None
+    if window is not None:
+        layers |= {"sliding_window": window, "full_attention_every": 2}
+        documents = (torch.arange(90) >= 37).long()[None]
     gradients = []
     for backend, recompute in (
         ("tiled", "none"),
@@ -219,9 +226,9 @@ def test_gradients_do_not_depend_on_tiling_or_recomputation(name, monkeypatch):
         ("tiled", "selective"),
         ("naive", "none"),
     ):
-        changes = {"attention_backend": backend, "num_layers": 2, "seq_length": 90}
+        changes = {"attention_backend": backend, "seq_length": 90} | layers
         built = built_and_moved(name, changes=changes, recompute=recompute, dtype=torch.float64)
-        built(ids, ids.roll(-1, 1)).backward()
+        built(ids, ids.roll(-1, 1), documents=documents).backward()
         gradients.append({key: parameter.grad for key, parameter in built.named_parameters()})
     found, recomputed, selected, naive = gradients
     for key, expected in naive.items():

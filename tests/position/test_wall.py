@@ -35,7 +35,7 @@ def visibility_of(length, packed, window):
 
 @pytest.mark.parametrize("length, queries", [(63, 63), (91, 91), (90, 37), (70, 1)])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 9, 50])
+@pytest.mark.parametrize("window", [None, 1, 9, 50, 100])
 @pytest.mark.parametrize("with_all_parts", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_and_gradients_equal_the_definition(
