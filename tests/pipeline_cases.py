@@ -22,6 +22,8 @@ FOUR_LAYERS = [
     option("train.micro_batch_size", 1),
     option("train.global_batch_size", 8),
 ]
+MIXED = [option("model.sliding_window", 5), option("model.full_attention_every", 2)]
+"""Settings of layers with and without a window."""
 SEVERAL = option("checkpoint.interval", 1), option("checkpoint.keep", 99)
 STEPS = 3
 
@@ -39,10 +41,11 @@ def cases(data):
     return {
         "tape": [],
         "rope": [option("model.position_encoding", "rope")],
-        "path_fox": [option("model.position_encoding", "path_fox")],
-        "wall": [option("model.position_encoding", "wall"), *packed(data)],
+        "path_fox": [option("model.position_encoding", "path_fox"), *MIXED],
+        "wall": [option("model.position_encoding", "wall"), *MIXED, *packed(data)],
         "selective_rope_fox": [
             option("model.position_encoding", "selective_rope_fox"),
+            *MIXED,
             *packed(data),
         ],
         "learned": [option("model.position.increments", "learned")],

@@ -314,6 +314,14 @@ def cases():
         found[f"{name}_packed"] = Case(
             VARIANTS[name], recompute="selective", inputs={"documents": DOCUMENTS}
         )
+    for name, changes in VARIANTS.items():
+        # The variants of rope and tape with windows have names of their own.
+        if changes.get("position_encoding") == name:
+            found[f"{name}_window_packed"] = Case(
+                changes | {"sliding_window": 5, "full_attention_every": 2},
+                recompute="selective",
+                inputs={"documents": DOCUMENTS},
+            )
     found["tape_window_shifted"] = Case(
         {"sliding_window": 3, "full_attention_every": 2},
         shifted_sparse=True,
