@@ -15,6 +15,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.extension.rope_scaling import RopeScaling, read_options
 from megatron_tape.extension.scaled_export import link_scaled
 from megatron_tape.huggingface.imports.config_json import model_settings, read_settings
+from megatron_tape.position import BUILT_IN
 from megatron_tape.position.rope import ScaledSettings
 
 
@@ -73,7 +74,15 @@ def test_a_model_in_which_no_distance_becomes_longer_is_refused(name, kind):
     assert error.value.key == "--rope-scaling"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAMILY if not kind.startswith("phi3")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in FAMILY if not kind.startswith("phi3")),
+        "mistral_long",
+        "qwen3_window",
+        "smollm3_rope",
+    ],
+)
 def test_config_json_of_a_family_gets_the_settings_of_an_extension(tmp_path, kind):
     own = {"llama3_tied": "llama3", "llama3_2": "llama3", "llama_yarn": "yarn"}
     own |= {"llama_linear": "linear", "llama_share": "linear"}
@@ -110,7 +119,7 @@ def test_older_settings_of_a_config_json_do_not_stay(tmp_path):
 
 @pytest.mark.parametrize(
     "encoding",
-    ["nope", "alibi", "t5", "path", "fox", "fire", "sincos", "xpos", "randpe", "cope", "wall"],
+    [encoding.name for encoding in BUILT_IN if encoding.name not in ("tape", "rope", "repo")],
 )
 def test_encodings_without_scaling_are_refused(encoding):
     model = small_model(position_encoding=encoding)
