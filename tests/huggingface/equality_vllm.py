@@ -68,6 +68,8 @@ class Engine:
             disable_log_stats=False,
             **options,
         )
+        # vLLM decorates classes of transformers that it uses, also for models that it did not make.
+        type(subject.model.model).do_not_compile = True
         # Only once per process; a second call fails because of modules imported since.
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
@@ -278,10 +280,16 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     rows: dict[str, dict[str, dict]] = {}
     with tempfile.TemporaryDirectory() as work:
+        subjects = []
         for number, directory in enumerate(options.models):
             subject = Subject(directory, Path(work, str(number)))
             # The package has TAPE's code; code in the export is not run.
             subject.trust = {}
+            # Load the model now: classes that vLLM has decorated make no models outside of vLLM.
+            subject.model.eval()
+            subjects.append(subject)
+        for number, subject in enumerate(subjects):
+            directory = options.models[number]
             if number == 0:
                 print(f"{directory.name}: {SERVED}", file=sys.stderr, flush=True)
                 rows[SERVED] = {directory.name: served(subject)}

@@ -23,6 +23,7 @@ SMOLLM2 |= dict(num_query_groups=3, tie_embeddings=True, rope_theta=1e5, seq_len
 SCALED = dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64)
 OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention")
 OTHER |= dict(state_precision="bf16", seq_length=256)
+SWAN = dict(sliding_window=20, full_attention_every=2, layers_without_positions=2)
 MODELS = {
     "demo": (OWN_CLASSES, DEMO | dict(mlp_size=24)),
     "smollm2": (OWN_CLASSES, SMOLLM2 | dict(mlp_size=36)),
@@ -30,6 +31,7 @@ MODELS = {
     "rope": (PLAIN_ROPE, DEMO | SCALED | dict(rope_attention_factor=1.3)),
     "mistral": (PLAIN_ROPE, DEMO | SCALED | dict(sliding_window=20)),
     "qwen3": (PLAIN_ROPE, DEMO | dict(sliding_window=20, qk_norm=True)),
+    "smollm3": (PLAIN_ROPE, DEMO | SWAN),
 }
 
 REFUSED = """
@@ -188,6 +190,8 @@ def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, t
         "rope": f"{vllms}.llama",
         "mistral": f"{vllms}.mistral",
         "qwen3": f"{vllms}.qwen3",
+        # vLLM has no class of its own for it, and uses that of transformers.
+        "smollm3": f"{vllms}.transformers",
     }
 
 
