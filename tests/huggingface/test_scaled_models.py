@@ -74,10 +74,13 @@ def test_perplexities_equal_those_of_an_edited_config_json(models, tmp_path):
     edited, expected = perplexity(models, "edited", tmp_path / "edited")
     _, exported = perplexity(models, "scaled", tmp_path / "scaled")
     assert exported == expected != unscaled
-    for model in ("run", "exported"):
-        results, examples = perplexity(models, model, tmp_path / f"by_option_{model}", *SCALING)
+    checkpoint = "run/checkpoints/step-00000000"
+    labels = {"run": "run", checkpoint: "run", "exported": "exported"}
+    for model, label in labels.items():
+        output = tmp_path / "by_option" / model
+        results, examples = perplexity(models, model, output, *SCALING)
         assert examples == expected
-        assert results.label == f"{model}-yarn-x4"
+        assert results.label == f"{label}-yarn-x4"
         assert results.model.rope_scaling == "yarn-x4"
         assert results.model.trained_length == edited.model.trained_length == 512
         config = results.model.config
