@@ -38,6 +38,9 @@ LENGTHS = (LENGTH, 192)
 """Sequence lengths in checks of the backends in `LIBRARIES`. 192 is 64 modulo 128; at such lengths
 a cuDNN kernel returned NaN (pytorch issue 196678)."""
 
+WEAK = 5.0
+"""Added to the logits of gates. Each then lowers the scores of earlier tokens by about 0.01."""
+
 PACKED = " of packed documents"
 """Suffix of the names of checks with packed documents."""
 WINDOWED = " in a window"
@@ -316,10 +319,21 @@ def score_checks(
     H, G = shapes.heads_and_groups_per_rank
     D = shapes.head_dim
     qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
-    logits = draw(LENGTH, 2, H)
+
+    def draw_logits(*shape: int) -> Tensor:
+        """Return logits of gates or decays of two sequences.
+
+        They are strong in the first one. In the second one they are weak, so that tokens outside of
+        a window would have weight.
+        """
+        logits = draw(*shape)
+        logits[:, 1] += WEAK
+        return logits
+
+    logits = draw_logits(LENGTH, 2, H)
     with_each_visibility = partial(_with_each_visibility, windowed=shapes.windowed)
     if shapes.decays:
-        tensors = [*qkv, draw(LENGTH, 2, H, D), draw(H)]
+        tensors = [*qkv, draw_logits(LENGTH, 2, H, D), draw(H)]
         if shapes.gated:
             tensors.append(logits)
         return with_each_visibility(" with decays", _with_decays, backend, tensors)

@@ -5,6 +5,7 @@ in their place.
 import ast
 import inspect
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from torch.nn.functional import logsigmoid, normalize
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
+from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.decay import STRONGEST, with_decay
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.visibility import Visibility
@@ -166,12 +168,13 @@ def interpreted_wall(monkeypatch):
     monkeypatch.setattr(kernels, "check_shared_mem", lambda *device: False)
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_the_kernels_of_wall_attention_equal_tiled_with_the_strongest_decays(
-    interpreted_wall, window
+@pytest.mark.parametrize("window, strength", [(None, 1), (50, 1), (50, 0.02)])
+def test_the_kernels_of_wall_attention_equal_tiled_with_strong_and_weak_decays(
+    interpreted_wall, window, strength
 ):
     """Documents pass the kernels' autotuning, which needs a GPU. Documents of more than 88 tokens
-    that do not fill a block would get gradients that are NaN without the changed first decays.
+    that do not fill a block would get gradients that are NaN without the changed first decays. Only
+    with weak decays, tokens outside of the window would have weight.
     """
     length = 230
     visibility = Visibility.of((torch.arange(length) >= 130).long()[None])
@@ -182,8 +185,8 @@ def test_the_kernels_of_wall_attention_equal_tiled_with_the_strongest_decays(
     gate_logits = draw(length, 1, 2, seed=6, dtype=torch.float32)
     sink = draw(2, seed=7, dtype=torch.float32)
     changes = {
-        "rescore": with_decay(-STRONGEST * (2 * logits + 2).sigmoid()),
-        "log_gate_TBH": logsigmoid(gate_logits),
+        "rescore": with_decay(-strength * STRONGEST * (2 * logits + 2).sigmoid()),
+        "log_gate_TBH": strength * logsigmoid(gate_logits),
         "sink_H": sink,
         "visibility": visibility,
     }
@@ -208,3 +211,25 @@ def test_the_check_before_a_run_covers_decays(monkeypatch, dtype, scalar_gate):
     assert parity.first_failure(checks, dtype, device) is None
     inputs = next(iter(checks.values())).inputs
     assert len(inputs) == 5 + scalar_gate
+
+    exact = tiled.attend
+    monkeypatch.setattr(tiled, "attend", lambda x: exact(without_window(x)))
+    assert parity.WINDOWED in parity.first_failure(checks, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_before_a_run_notices_gates_without_a_window(monkeypatch, dtype):
+    device = torch.device("cpu")
+    shapes = kernel_shapes(small_model(position_encoding="fox", kv_channels=16, sliding_window=5))
+    checks = parity.score_checks("tiled", shapes, dtype, device)
+    assert parity.first_failure(checks, dtype, device) is None
+    exact = tiled.attend
+    monkeypatch.setattr(tiled, "attend", lambda x: exact(without_window(x)))
+    assert parity.WINDOWED in parity.first_failure(checks, dtype, device)
+
+
+def without_window(x):
+    """Return inputs of attention without their window, as a kernel that ignores it."""
+    if x.window is None:
+        return x
+    return replace(x, visibility=None)
