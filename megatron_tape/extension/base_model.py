@@ -47,7 +47,7 @@ from megatron_tape.huggingface.imports.weight_files import check_weights
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.validation import validate_model
-from megatron_tape.position import ENCODINGS, model_config
+from megatron_tape.position import ENCODINGS, encoding_of, model_config
 
 KEY = "extension.from"
 _FACTOR_KEY = "extension.context_factor"
@@ -654,11 +654,16 @@ def _unchanged_length(old: ModelConfig, new: ModelConfig) -> int | None:
     """
     # One number for each difference.
     lengths = []
+    windows_have_frequencies = _have_window_frequencies(old) or _have_window_frequencies(new)
     for layer in range(new.num_layers):
         windows = {old.window_of(layer), new.window_of(layer)}
         if len(windows) > 1:
             lengths.append(min(windows - {None}))
         if old.has_positions(layer) != new.has_positions(layer):
+            lengths.append(0)
+        # A layer that gets or loses a window then rotates by other angles.
+        gets_or_loses_window = len(windows) > 1 and None in windows
+        if gets_or_loses_window and windows_have_frequencies and new.has_positions(layer):
             lengths.append(0)
 
     temperatures = {
@@ -680,6 +685,12 @@ def _unchanged_length(old: ModelConfig, new: ModelConfig) -> int | None:
         if differs and not (unscaled and key == "rope_scaling_layers"):
             lengths.append(0)
     return min(lengths, default=None)
+
+
+def _have_window_frequencies(model: ModelConfig) -> bool:
+    """Return whether layers with a window have other frequencies than layers without one."""
+    # Encodings without a rotation have no frequencies.
+    return getattr(encoding_of(model), "with_window_frequencies", None) is not None
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:

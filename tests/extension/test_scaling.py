@@ -77,7 +77,7 @@ def base_of(name, encoding="rope", **changes):
     """Return a model to extend with contexts of 131,072 tokens and the positions MODELS[name]."""
     model = model_config(
         position_encoding=encoding,
-        num_layers=2,
+        num_layers=4,
         hidden_size=64,
         ffn_hidden_size=96,
         num_attention_heads=8,
@@ -299,6 +299,7 @@ def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(da
 
 WINDOW = {"sliding_window": 4096, "full_attention_every": 2}
 SWAN = WINDOW | {"layers_without_positions": 2}
+GEMMA = WINDOW | {"rope_local_theta": 1e3}
 HOT = SWAN | {"temperature_scale": 0.1, "temperature_floor_scale": 512}
 YARN_IN_FULL_LAYERS = {"rope_scaling_type": "yarn", "rope_scaling_layers": "full"}
 
@@ -337,6 +338,10 @@ def test_windows_with_scaling_in_the_other_layers_can_be_added(encoding, capsys)
         (HOT, {"temperature_floor_scale": 99}, "outputs change for texts of more than 98 tokens"),
         (HOT, {"temperature_scale": 0.0}, "outputs change for texts of more than 511 tokens"),
         ({}, {"sliding_window": 200_000}, "outputs change for texts of more than 200,000 tokens"),
+        (GEMMA, {"sliding_window": 512}, "outputs change for texts of more than 512 tokens"),
+        # Layer 2 gets the window, and with it the window's frequencies.
+        (GEMMA, {"full_attention_every": 4}, "is now 4: outputs change\n"),
+        (GEMMA | SWAN, {"full_attention_every": 4}, "change for texts of more than 4,096 tokens"),
     ],
 )
 def test_the_log_says_whether_changed_layers_change_the_outputs(old, new, effect, capsys):
