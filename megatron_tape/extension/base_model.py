@@ -475,12 +475,21 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     differences = model_differences(as_dict(base.model), as_dict(model), free=may_differ)
     if differences:
         keys = ", ".join(f"model.{key}" for key in sorted(changeable))
+        fix = (
+            "remove these settings from the recipe or the command line: an extension changes only"
+            f" {keys}"
+        )
+        if possible_encodings:
+            fix += (
+                f", and model.position_encoding from {base_encoding} to one of:"
+                f" {', '.join(possible_encodings)}"
+            )
+        if new_encoding != base_encoding:
+            fix += f"; to keep its encoding, set model.position_encoding to {base_encoding}"
         raise ConfigError(
             KEY,
             f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
-            "remove these settings from the recipe or the command line: an extension changes only"
-            f" {keys}, and model.position_encoding from {base_encoding} to one of:"
-            f" {', '.join(possible_encodings)}",
+            fix,
         )
 
     # The weights of the encoding in the base model must fit the new one.

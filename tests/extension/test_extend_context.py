@@ -514,3 +514,18 @@ def test_an_extension_may_change_only_the_range_of_random_positions():
                 check_base(config, base)
         else:
             check_base(config, base)
+
+
+def test_another_encoding_is_refused_with_the_encodings_that_are_possible():
+    refused = make(model__position_encoding="alibi", data__tokenizer=None)
+    with pytest.raises(ConfigError) as error:
+        check_base(refused, rope_base(position_encoding="rope"))
+    assert "and model.position_encoding from rope to one of: tape, nope; " in error.value.fix
+    assert error.value.fix.endswith("; to keep its encoding, set model.position_encoding to rope")
+
+    # No encoding can follow ALiBi.
+    refused = make(model__position_encoding="rope", data__tokenizer=None)
+    with pytest.raises(ConfigError) as error:
+        check_base(refused, rope_base(position_encoding="alibi"))
+    assert "one of" not in error.value.fix
+    assert error.value.fix.endswith("; to keep its encoding, set model.position_encoding to alibi")
