@@ -31,6 +31,8 @@ FIXES = {
     "no_rope_layers": f"set {_NO_POSITIONS} to N if every N-th number is 0 and all others are 1",
     "no_rope_layer_interval": _SAME.format(_NO_POSITIONS),
     "rope_local_base_freq": _SAME.format("model.position.rope_local_theta"),
+    "local_rope_theta": _SAME.format("model.position.rope_local_theta"),
+    "global_rope_theta": _SAME.format("model.position.rope_theta"),
     "attn_temperature_tuning": (
         "set model.temperature_scale, to 0.1 as in Llama 4, and model.temperature_floor_scale"
     ),

@@ -180,6 +180,8 @@ def test_help_of_an_unknown_section_is_refused(capsys):
         ("--model.sliding_window_indices=[1,0]", "set model.full_attention_every to N if every"),
         ("--model.sliding_window_layer_stride=2", "also set model.full_attention_every to 2"),
         ("--model.rope_local_base_freq=1e4", "set model.position.rope_local_theta to the same"),
+        ("--model.local_rope_theta=1e4", "set model.position.rope_local_theta to the same"),
+        ("--model.global_rope_theta=1e6", "set model.position.rope_theta to the same"),
         ("--model.position.floor_scale=8192", "set model.temperature_floor_scale to the same"),
         ("--model.full_attention_evry=4", "did you mean model.full_attention_every?"),
         ("--model.rope_scaling_layers=full", "did you mean model.position.rope_scaling_layers?"),
