@@ -130,8 +130,8 @@ class RulerSettings:
     """Path of the file hotpot_dev_distractor_v1.json of HotpotQA. Default: it is downloaded."""
     trained_length: Count | None = None
     """Length in tokens at which the model's score is the threshold of "own effective length".
-    Default: the training length of the model. For an extended model, set it to the length before
-    the extension."""
+    Default: the training length of the model, multiplied by --rope-scaling-factor. For an extended
+    or scaled model, set it to the length before."""
     seed: int = 0
     """Seed of the samples."""
     batch_size: Count = 1

@@ -276,9 +276,12 @@ def summary_of(curve, trained_length, **given):
     ],
 )
 def test_the_effective_length(curve, effective, own):
-    scores = {score.metric: score.value for score in summary_of(curve, 1024).scores}
+    summary = summary_of(curve, 1024)
+    scores = {score.metric: score.value for score in summary.scores}
     assert scores["effective length"] == effective
     assert scores.get("own effective length") == own
+    threshold = f"at least {curve[1024]:.3f}, the model's score at 1,024 tokens."
+    assert any(threshold in note for note in summary.notes) == (own is not None)
 
 
 def test_means_of_different_tasks_have_different_names():

@@ -249,7 +249,7 @@ class Ruler(Task):
             scores.append(longest("own effective length", own_score))
             notes.append(
                 f"The own effective length is the longest with at least {own_score:.3f}, the"
-                f" model's score at the training length of {trained:,} tokens."
+                f" model's score at {trained:,} tokens."
             )
         if name != "mean of all 13 tasks":
             notes.append(
