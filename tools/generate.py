@@ -98,7 +98,7 @@ def continuations(
 
     `arguments` are those of the command line. Checks all prompts before it loads weights. Raises
     FileError if the model cannot be loaded, or has other positions than in its training, and
-    UserError for a prompt that is too long.
+    UserError for a prompt that is too long, also for the positional encoding.
     """
     import transformers
 
@@ -111,11 +111,11 @@ def continuations(
         tokenizer = read_tokenizer(str(directory), trust_remote_code=source.needs_trust)
     except Exception as error:  # any error of the libraries below, often with many lines
         raise cannot_load(directory, error) from None
+    context = arguments.context_length or source.info.trained_length
     requests = []
     for number, prompt in enumerate(prompts, 1):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs["input_ids"].shape[1]
-        context = source.info.trained_length
         new_tokens = _count_new_tokens(number, length, arguments.max_new_tokens, context)
         requests.append((inputs, new_tokens))
 
@@ -134,7 +134,13 @@ def continuations(
         # The seed is set for each prompt, so that its continuation does not depend on the others.
         transformers.set_seed(arguments.seed)
         with command_line.step(f"continuing prompt {number}"):
-            output = model.generate(**inputs, max_new_tokens=new_tokens)
+            try:
+                output = model.generate(**inputs, max_new_tokens=new_tokens)
+            except NotImplementedError as error:
+                # Some encodings cannot continue texts of more tokens than in training.
+                raise UserError(
+                    f"prompt {number}", f"cannot be continued: {error}", "shorten it"
+                ) from None
         # With some tokenizers, decoding only the new tokens would drop the space before the first
         # word.
         length = inputs["input_ids"].shape[1]
@@ -161,9 +167,8 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def _count_new_tokens(number: int, length: int, maximum: int, context: int | None) -> int:
     """Return how many tokens to add to prompt `number`, which has `length` tokens.
 
-    That is `maximum`, or fewer if they exceed the context. `context` is the context length of the
-    model with its scaling, or None if it is unknown. Raises UserError if the prompt is empty or
-    fills the context.
+    That is `maximum`, or fewer if they exceed the context. `context` is its length in tokens, or
+    None if it is unknown. Raises UserError if the prompt is empty or fills the context.
     """
     if length == 0:
         raise UserError(
@@ -178,7 +183,8 @@ def _count_new_tokens(number: int, length: int, maximum: int, context: int | Non
         raise UserError(
             f"prompt {number}",
             f"has {length} tokens, but the model's context has {context}",
-            "shorten it",
+            "shorten it, or give --context-length if the model can read longer texts than in"
+            " training",
         )
     command_line.log(
         f"prompt {number}: the context of {context} tokens leaves room for {room} new tokens"
@@ -202,6 +208,14 @@ def parser() -> argparse.ArgumentParser:
         help="use the averaged weights of a run with train.average",
     )
     command_line.add_rope_scaling(add)
+    add(
+        "--context-length",
+        type=command_line.whole_number,
+        metavar="N",
+        help="maximum number of tokens of a prompt and its continuation, for models that can read"
+        " longer texts than in training, such as those with sliding windows (default: the number in"
+        " training, multiplied by --rope-scaling-factor)",
+    )
     add(
         "--prompt",
         type=str,

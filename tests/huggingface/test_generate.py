@@ -101,6 +101,20 @@ def test_prompts_that_fill_the_context_are_refused(exports, generate, expected):
     assert out == expected("rope", text, 128 - length)
 
 
+def test_the_context_may_be_longer_than_in_training(exports, generate, expected):
+    # All of these were trained on texts of 128 tokens.
+    text = "def heappush(heap, item): " * 30
+    options = ["--prompt", text, *NINE, "--context-length", "1000"]
+    code, out, _ = generate("--model", exports["rope"].directory, *options)
+    assert code == 0
+    assert out == expected("rope", text, 9)
+
+    code, out, line = generate("--model", exports["randpe"].directory, *options)
+    assert code == 2
+    assert not out
+    assert line.startswith("error: prompt 1 cannot be continued: randpe cannot use a cache")
+
+
 def test_each_of_several_prompts_is_continued_as_if_it_were_alone(exports, generate, tmp_path):
     options = ["--model", exports["tape"].directory, *NINE, "--temperature", "1", "--top-p", "0.9"]
     texts = ["import heapq", "def main(", "import heapq", " for x"]
