@@ -79,8 +79,12 @@ def cache_bytes(cache: DynamicCache) -> int:
     """Return the bytes of all storage that the layers of a cache hold."""
     storages = {}
     for layer in cache.layers:
-        of_encoding = [tensor.kept for tensor in layer.encoding_tensors.values()]
-        for tensor in (layer.keys, layer.values, *of_encoding):
+        tensors = [layer.keys, layer.values]
+        for of_encoding in layer.encoding_tensors.values():
+            tensors.append(of_encoding.kept)
+            if of_encoding.dropped_sum is not None:
+                tensors.append(of_encoding.dropped_sum)
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

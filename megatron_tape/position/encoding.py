@@ -176,8 +176,8 @@ class TokenCache:
 
     def append(self, name: str, new: Tensor, before: int = 0) -> Tensor:
         """Append `new` to the cached tensor `name` along the first axis (tokens), and return this
-        tensor for the tokens whose keys attention receives: all tokens, or those of a sliding
-        window.
+        tensor for the tokens whose keys attention receives: all tokens or, in a layer with a window
+        of W tokens, the new ones and at most W - 1 before them.
 
         The returned tensor begins `before` tokens earlier, or with the first token of the sequence.
         """
@@ -185,7 +185,8 @@ class TokenCache:
 
     def cumsum(self, name: str, new: Tensor) -> Tensor:
         """Return the sums over all tokens up to each new one, float64 (S, ...), given the summands
-        of the S new tokens. `name` is the cached tensor of summands.
+        of the S new tokens. `name` is the cached tensor of summands, to which `append` must not
+        add.
         """
         import torch
 

@@ -123,8 +123,8 @@ class PathPosition(PositionEncoding):
         return positions_SB.float()
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
-        """Return the function that rescores, with its tensors for all tokens and this rank's
-        groups.
+        """Return the function that rescores, with its tensors for this rank's groups and all
+        tokens whose keys attention receives.
         """
         from torch.nn.functional import linear
 

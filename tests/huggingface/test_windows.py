@@ -119,6 +119,8 @@ def test_a_cache_changes_nothing_and_keeps_only_the_window(windowed, label):
             for layer in window_layers(made, cache):
                 assert layer.get_seq_length() == length
                 assert layer.keys.shape[2] == layer.values.shape[2] == W - 1
+                for tensor in layer.encoding_tensors.values():
+                    assert tensor.kept.shape[1] == W - 1 + tensor.before
                 assert layer.get_mask_sizes(3) == (W + 2, length - W + 1)
 
 
@@ -262,6 +264,8 @@ def test_tokens_can_be_removed_while_those_before_them_are_kept(windowed, label)
     cache.crop(-6)
     for layer in window_layers(made, cache):
         assert layer.keys.shape[2] == W - 1
+        for tensor in layer.encoding_tensors.values():
+            assert tensor.kept.shape[1] == W - 1 + tensor.before
     found, _ = in_parts(model, ids[:, 12:], [5, 1, 6], cache)
     assert_close(found, whole[:, 12:], **close(label))
     cache.crop(0)

@@ -1,7 +1,8 @@
 """The cache of models with any positional encoding, which stores the encoding's tensors with keys
 and values.
 
-Axes: B batch, S new tokens, T all tokens.
+Axes: B batch, S new tokens, G key/value heads, D head dimension. W is the number of tokens of a
+window.
 """
 
 from collections.abc import Callable
@@ -26,35 +27,35 @@ class EncodingTensor:
     """Index of the first kept token in the sequence."""
     before: int = 0
     """Number of tokens to keep before those whose keys are kept."""
-    dropped: Tensor | None = None
-    """The sum over the tokens before `first`, float64 (B, 1, ...); None if there are none."""
+    dropped_sum: Tensor | None = None
+    """The sum over the tokens before `first`, float64 (B, 1, ...); None if it is not needed."""
 
-    def changed(self, function: Callable[[Tensor], Tensor]) -> "EncodingTensor":
-        """Return a copy whose sequences, the first axis, are changed by `function`."""
-        dropped = self.dropped
-        if dropped is not None:
-            dropped = function(dropped)
-        return replace(self, kept=function(self.kept), dropped=dropped)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "EncodingTensor":
+        """Return a copy to whose tensors `function` is applied. Their first axis is sequences."""
+        dropped_sum = self.dropped_sum
+        if dropped_sum is not None:
+            dropped_sum = function(dropped_sum)
+        return replace(self, kept=function(self.kept), dropped_sum=dropped_sum)
 
     def until(self, length: int) -> "EncodingTensor":
-        """Return a copy that ends with the token number `length` of the sequence."""
+        """Return a copy with only the first `length` tokens of the sequence."""
         return replace(self, kept=self.kept[:, : length - self.first])
 
-    def starting_at(self, first_key: int) -> "EncodingTensor":
-        """Return a copy without the tokens that are not needed if the kept keys begin with the one
-        of token `first_key`.
+    def for_keys_from(self, first_key: int) -> "EncodingTensor":
+        """Return this tensor without the tokens that later tokens do not need if the first kept key
+        is that of token `first_key`.
         """
         first = max(first_key - self.before, self.first)
         if first == self.first:
             return self
-        old, kept = self.kept.tensor_split([first - self.first], dim=1)
-        dropped = old.sum(1, keepdim=True, dtype=torch.float64)
-        if self.dropped is not None:
-            dropped = dropped + self.dropped
-        if old.shape[1] > 1:
+        dropped, kept = self.kept.tensor_split([first - self.first], dim=1)
+        if dropped.shape[1] > 1:
             # A view would keep the memory of all tokens, such as those of a long prompt.
             kept = kept.clone()
-        return replace(self, kept=kept, first=first, dropped=dropped)
+        dropped_sum = self.dropped_sum
+        if dropped_sum is not None:
+            dropped_sum = dropped_sum + dropped.sum(1, keepdim=True, dtype=dropped_sum.dtype)
+        return replace(self, kept=kept, first=first, dropped_sum=dropped_sum)
 
 
 class EncodedLayer(GrowingLayer):
@@ -85,9 +86,9 @@ class EncodedLayer(GrowingLayer):
             name: change(tensor) for name, tensor in self.encoding_tensors.items()
         }
 
-    def _change_sequences(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Change the sequences of the encoding's tensors, which are their first axis."""
-        self._change_tensors(lambda tensor: tensor.changed(function))
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function` to each of the encoding's tensors, whose first axis is sequences."""
+        self._change_tensors(lambda tensor: tensor.map(function))
 
     # The methods below override those of transformers' cache layers, which beam search and assisted
     # generation call.
@@ -95,17 +96,17 @@ class EncodedLayer(GrowingLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each sequence by the one at its index in beam_idx (B,), for beam search."""
         super().reorder_cache(beam_idx)
-        self._change_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, (B, ...) to (B repeats, ...)."""
         super().batch_repeat_interleave(repeats)
-        self._change_sequences(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences at these indices."""
         super().batch_select_indices(indices)
-        self._change_sequences(lambda tensor: tensor[indices, ...])
+        self._map_tensors(lambda tensor: tensor[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
         """Remove the last tokens. The arguments depend on the version of transformers."""
@@ -159,7 +160,7 @@ class WindowLayer(EncodedLayer):
             self.keys = self._last_tokens("keys", keys, new_tokens)
             self.values = self._last_tokens("values", values, new_tokens)
             first_key = self.first_key()
-            self._change_tensors(lambda tensor: tensor.starting_at(first_key))
+            self._change_tensors(lambda tensor: tensor.for_keys_from(first_key))
         start = keys.shape[-2] - num_returned
         return keys[:, :, start:], values[:, :, start:]
 
@@ -225,7 +226,8 @@ class WindowLayer(EncodedLayer):
         self.keys = self.keys[:, :, start:end]
         self.values = self.values[:, :, start:end]
         self.num_seen = length
-        self._change_tensors(lambda tensor: tensor.until(length))
+        first_key = self.first_key()
+        self._change_tensors(lambda tensor: tensor.until(length).for_keys_from(first_key))
 
     def reset(self) -> None:
         """Empty the layer."""
@@ -248,7 +250,7 @@ class EncodingCache(TokenCache):
 
         Call it before the layer's keys of the same tokens are appended.
         """
-        tensor = self._append(name, new, before)
+        tensor = self._append(name, EncodingTensor(self._by_sequence(new), before=before))
         start = max(self.layer.first_key() - before - tensor.first, 0)
         return tensor.kept[:, start:].transpose(0, 1)
 
@@ -256,23 +258,26 @@ class EncodingCache(TokenCache):
         """Return the sums up to each new token, float64 (S, B, ...). The summands are cached, not
         the sums, so that the last tokens can be removed.
         """
-        tensor = self._append(name, new)
-        earlier, summands = tensor.kept.tensor_split([-len(new)], dim=1)
-        sums = earlier.sum(1, keepdim=True, dtype=torch.float64)
-        if tensor.dropped is not None:
-            sums = tensor.dropped + sums
-        return (sums + summands.cumsum(1, dtype=torch.float64)).transpose(0, 1)
+        summands = self._by_sequence(new)
+        zero = torch.zeros_like(summands[:, :1], dtype=torch.float64)
+        tensor = self._append(name, EncodingTensor(summands, dropped_sum=zero))
+        earlier = tensor.kept[:, : -len(new)].sum(1, keepdim=True, dtype=torch.float64)
+        sums = tensor.dropped_sum + earlier + summands.cumsum(1, dtype=torch.float64)
+        return sums.transpose(0, 1)
 
-    def _append(self, name: str, new: Tensor, before: int = 0) -> EncodingTensor:
-        """Append `new` (S, B or 1, ...) to the tensor `name` and return it."""
-        new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
-        tensor = EncodingTensor(new, before=before)
+    def _by_sequence(self, new: Tensor) -> Tensor:
+        """Return `new` (S, B or 1, ...) as (B, S, ...)."""
+        return new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
+
+    def _append(self, name: str, new: EncodingTensor) -> EncodingTensor:
+        """Append `new`, which has only the new tokens, to the tensor `name`, and return it."""
+        tensor = new
         past_length = self.layer.get_seq_length()
         if past_length > 0:
             # A forward pass that failed may have appended tokens here, but not to the keys, whose
             # number is `past_length`.
             old = self.layer.encoding_tensors[name].until(past_length)
-            tensor = replace(old, kept=torch.cat([old.kept, new], dim=1))
+            tensor = replace(old, kept=torch.cat([old.kept, new.kept], dim=1))
         # Not in place, since a shallow copy of the layer shares the dictionary.
         self.layer.encoding_tensors = self.layer.encoding_tensors | {name: tensor}
         return tensor
