@@ -271,6 +271,8 @@ def test_tokens_can_be_removed_while_those_before_them_are_kept(windowed, label)
     cache.crop(0)
     for layer in window_layers(made, cache):
         assert layer.keys.shape[2] == W - 1
+        for tensor in layer.encoding_tensors.values():
+            assert tensor.kept.shape[1] == W - 1 + tensor.before
 
 
 @torch.no_grad()
