@@ -119,8 +119,8 @@ def test_imports_follow_the_order_and_form_no_cycle():
 WITHOUT_TORCH = (
     "errors text io command_line synthetic config model.shapes planning.search data.inputs"
     " data.examples data.preprocessing checkpoint.directories checkpoint.saved_settings"
-    " checkpoint.locate huggingface.imports.config_json extension.base_model evaluation.task"
-    " evaluation.results evaluation.statistics evaluation.during_training"
+    " checkpoint.locate huggingface.imports.config_json extension.base_checks"
+    " evaluation.task evaluation.results evaluation.statistics evaluation.during_training"
     " evaluation.comparison_file checks"
 )
 

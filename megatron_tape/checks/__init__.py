@@ -17,9 +17,9 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_data_files, check_datasets, check_same_data
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.evaluation.during_training import check_tasks
+from megatron_tape.extension.base_checks import check_base
 from megatron_tape.extension.base_model import (
     Base,
-    check_base,
     check_command,
     find_base,
     starts_from_base,

@@ -1,4 +1,6 @@
-"""Find the model that a run extends, and check that the run's settings fit it. Imports no torch."""
+"""Find the model that a run extends, and complete the run's settings with those of the model.
+Imports no torch.
+"""
 
 import dataclasses
 import hashlib
@@ -8,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import (
     MANIFEST,
     CheckpointState,
@@ -16,15 +17,8 @@ from megatron_tape.checkpoint.directories import (
     read_state,
 )
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
-from megatron_tape.checkpoint.saved_settings import (
-    CHANGEABLE_MODEL_KEYS,
-    change_sentence,
-    model_differences,
-)
 from megatron_tape.checkpoint.saved_tokenizer import (
     TOKENIZER,
-    check_same_tokenizer,
-    load_saved_tokenizer,
     with_saved_tokenizer,
 )
 from megatron_tape.config.schema import (
@@ -44,22 +38,12 @@ from megatron_tape.huggingface.imports.config_json import (
 )
 from megatron_tape.huggingface.imports.model_weights import open_model
 from megatron_tape.huggingface.imports.weight_files import check_weights
-from megatron_tape.model.names import kind_of
-from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.validation import validate_model
-from megatron_tape.position import ENCODINGS, encoding_of, model_config
+from megatron_tape.position import ENCODINGS, model_config
 
 KEY = "extension.from"
-_FACTOR_KEY = "extension.context_factor"
-_SCALING_KEYS = {
-    "linear": (),
-    "llama3": ("rope_original_seq_length", "rope_low_freq_factor", "rope_high_freq_factor"),
-    "yarn": ("rope_original_seq_length", "rope_beta_slow", "rope_beta_fast", "rope_truncate"),
-}
-"""Settings of `model.position` that belong to a type of scaling, by the type. An extension that
-keeps the type keeps their values.
-"""
-_LAYER_KEYS = (
+FACTOR_KEY = "extension.context_factor"
+LAYER_KEYS = (
     "sliding_window",
     "full_attention_every",
     "layers_without_positions",
@@ -67,8 +51,6 @@ _LAYER_KEYS = (
     "temperature_floor_scale",
 )
 """Settings of `model` that select the layers with windows and without positions."""
-_LAYER_POSITION_KEYS = ("rope_scaling_layers", "rope_local_theta")
-"""Settings of `model.position` that apply to some layers only."""
 _REQUIRED_MODEL_KEYS = {
     setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING
 }
@@ -181,7 +163,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if factor is not None:
         inherited["seq_length"] = round(factor * base.model.seq_length)
     if "rope_scaling_factor" in inherited["position"]:
-        layers = {key: model[key] for key in _LAYER_KEYS if key in model}
+        layers = {key: model[key] for key in LAYER_KEYS if key in model}
         unscaled = build(ModelConfig, merge(ModelConfig, inherited, layers), "model")
         # Windows may keep the positions within attention in the trained range.
         position_factor = factor
@@ -209,9 +191,9 @@ def _check_needs_no_base(factor: float | None, inherits: bool) -> None:
     """
     if factor is not None:
         raise ConfigError(
-            (_FACTOR_KEY, KEY),
+            (FACTOR_KEY, KEY),
             f"is {factor}, but {KEY} names no model to extend",
-            f"set {KEY}, or remove {_FACTOR_KEY}",
+            f"set {KEY}, or remove {FACTOR_KEY}",
         )
     if inherits:
         raise ConfigError(
@@ -232,7 +214,7 @@ def _scale_positions(inherited: dict, given: dict, factor: float | None, base: B
     kind = given.get("rope_scaling_type", "linear")
     # Linear scaling ignores `rope_original_seq_length`. The other types scale relative to it, so a
     # change to one of them needs the length of the context before scaling.
-    if _scaling_of(base.model) in (None, "linear") and kind != "linear":
+    if scaling_of(base.model) in (None, "linear") and kind != "linear":
         unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
         inherited["rope_original_seq_length"] = round(unscaled_length)
     if factor is not None:
@@ -251,9 +233,9 @@ def _check_determined(model: dict, position: dict) -> None:
     ):
         if name in settings:
             raise ConfigError(
-                (f"{section}.{name}", _FACTOR_KEY),
-                f"is given, but {_FACTOR_KEY} determines it",
-                f"remove one of them; {_FACTOR_KEY} null disables it",
+                (f"{section}.{name}", FACTOR_KEY),
+                f"is given, but {FACTOR_KEY} determines it",
+                f"remove one of them; {FACTOR_KEY} null disables it",
             )
 
 
@@ -262,16 +244,15 @@ def _check_kept_scaling(position: dict, base: Base) -> None:
 
     `position` are the run's own settings of `model.position`.
     """
-    scaling = _scaling_of(base.model)
+    scaling = scaling_of(base.model)
     kind = position.get("rope_scaling_type", scaling)
     key = "model.position.rope_scaling_type"
     if scaling is not None and kind != scaling:
         raise ConfigError(
-            (key, _FACTOR_KEY, KEY),
-            f"is {kind}, but {KEY} {base.path} has the scaling {scaling}, which {_FACTOR_KEY}"
-            " keeps",
+            (key, FACTOR_KEY, KEY),
+            f"is {kind}, but {KEY} {base.path} has the scaling {scaling}, which {FACTOR_KEY} keeps",
             f"remove {key}; to replace the scaling, give model.seq_length and"
-            f" model.position.rope_scaling_factor instead of {_FACTOR_KEY}, and set"
+            f" model.position.rope_scaling_factor instead of {FACTOR_KEY}, and set"
             " extension.allow_other_scaling: true",
         )
     attention_factor = getattr(base.model.position, "rope_attention_factor", None)
@@ -281,14 +262,14 @@ def _check_kept_scaling(position: dict, base: Base) -> None:
         and "rope_attention_factor" not in position
     ):
         raise ConfigError(
-            ("model.position.rope_attention_factor", _FACTOR_KEY, KEY),
+            ("model.position.rope_attention_factor", FACTOR_KEY, KEY),
             f"is {attention_factor} in {KEY} {base.path}, which is not yarn's default, so the value"
             " for longer contexts is unknown",
             "set it; null uses yarn's default for the new factor",
         )
 
 
-def _scaling_of(model: ModelConfig) -> str | None:
+def scaling_of(model: ModelConfig) -> str | None:
     """Return the type of a model's RoPE scaling, such as `yarn`, or None if it is not scaled."""
     # Encodings without rotation have no `rope_scaling_factor`.
     if getattr(model.position, "rope_scaling_factor", 1.0) == 1.0:
@@ -296,7 +277,7 @@ def _scaling_of(model: ModelConfig) -> str | None:
     return model.position.rope_scaling_type
 
 
-def _keys_of_position(encoding: str) -> set[str]:
+def keys_of_position(encoding: str) -> set[str]:
     """Return the keys of a positional encoding's settings; none for an unknown encoding."""
     if encoding in ENCODINGS:
         return keys_of(ENCODINGS[encoding].Settings)
@@ -392,7 +373,7 @@ def _inherited(base: ModelConfig, encoding: str) -> dict:
     if encoding in ENCODINGS and base.position_encoding in ENCODINGS[encoding].replaces:
         # The new encoding, such as nope, has no positions in any layer.
         del inherited["layers_without_positions"]
-    keys = _keys_of_position(encoding)
+    keys = keys_of_position(encoding)
     position = inherited["position"].items()
     inherited["position"] = {key: value for key, value in position if key in keys}
     return inherited
@@ -410,322 +391,6 @@ def starts_from_base(config: RunConfig) -> bool:
     if resume == "auto":
         return not list_checkpoints(config.checkpoint.directory)
     return resume == "none"
-
-
-def check_base(config: RunConfig, base: Base | None = None) -> None:
-    """Raise ConfigError if a run's settings do not fit the model that it extends.
-
-    Checks the model, the context length, the tokenizer and the trained parameters. `base` is by
-    default the model of `extension.from`. A shorter context and another scaling must be allowed by
-    `extension`. Warns if positions are scaled by less than the context grows. Logs which changes of
-    windows and layers change the model's outputs.
-    """
-    base = base or find_base(config.extension.from_)
-    _check_same_model(config.model, base)
-    _check_length(config, base)
-    _check_scaling(config, base)
-    _log_changed_layers(config.model, base)
-
-    # Parameters of the encoding that the base model lacks are initialized, so they must be trained.
-    new = _encoding_parameters(config.model) - _encoding_parameters(base.model)
-    if new and not {"position", "all"} & set(config.extension.trains):
-        raise ConfigError(
-            ("extension.trains", KEY),
-            f"does not include position, but {KEY} {base.path} does not have the parameter"
-            f" {min(new)}, so new parameters would not be trained",
-            "add position, or keep the base model's setting",
-        )
-    _check_tokenizer(config, base)
-
-
-def _check_same_model(model: ModelConfig, base: Base) -> None:
-    """Raise ConfigError if `model` differs from the base model in what must stay the same.
-
-    The model may get another positional encoding that starts as the old one or replaces it.
-    """
-    base_encoding = base.model.position_encoding
-    new_encoding = model.position_encoding
-    # The encodings that the model may get instead of its own, such as `tape` instead of `rope`.
-    possible_encodings = [
-        name
-        for name, encoding in ENCODINGS.items()
-        if name != base_encoding
-        and (encoding.starts_as == base_encoding or base_encoding in encoding.replaces)
-    ]
-    # `changeable` are the settings that the message lists, such as those of RoPE's scaling. Only
-    # differences outside of `may_differ` are refused. It also contains settings that differ because
-    # this extension changes the encoding or imports the model.
-    changeable = {*CHANGEABLE_MODEL_KEYS, *_LAYER_KEYS}
-    changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
-    changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
-    may_differ = set(changeable)
-    if new_encoding in possible_encodings:
-        may_differ |= {
-            "position_encoding",
-            *(f"position.{key}" for key in _keys_of_position(new_encoding)),
-        }
-    # Only some encodings have `increments`. Weights that were trained with learned increments would
-    # mean something else with signed or fixed ones.
-    if getattr(base.model.position, "increments", "fixed") != "fixed":
-        changeable.discard("position.increments")
-        may_differ.discard("position.increments")
-    if base.state is None and model.vocab_size >= base.model.vocab_size:
-        may_differ.add("vocab_size")  # an import adds the missing rows
-
-    differences = model_differences(as_dict(base.model), as_dict(model), free=may_differ)
-    if differences:
-        keys = ", ".join(f"model.{key}" for key in sorted(changeable))
-        fix = (
-            "remove these settings from the recipe or the command line: an extension changes only"
-            f" {keys}"
-        )
-        if possible_encodings:
-            fix += (
-                f", and model.position_encoding from {base_encoding} to one of:"
-                f" {', '.join(possible_encodings)}"
-            )
-        if new_encoding != base_encoding:
-            fix += f"; to keep its encoding, set model.position_encoding to {base_encoding}"
-        raise ConfigError(
-            KEY,
-            f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
-            fix,
-        )
-
-    # The weights of the encoding in the base model must fit the new one.
-    shapes = parameter_shapes(model)
-    for name, shape in parameter_shapes(base.model).items():
-        if kind_of(name) == "position" and shapes.get(name) != shape:
-            raise ConfigError(
-                (KEY, "model.position_encoding"),
-                f"{base.path} has the parameter {name}, which {new_encoding} does not have or has"
-                " in another shape",
-                f"keep model.position_encoding {base_encoding}, or extend a model without it",
-            )
-
-
-def _check_length(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run's context is shorter than that of its base model.
-
-    With `extension.allow_shorter_context`, it may be.
-    """
-    length = config.model.seq_length
-    base_length = base.model.seq_length
-    if length < base_length and not config.extension.allow_shorter_context:
-        raise ConfigError(
-            ("model.seq_length", "extension.allow_shorter_context", KEY),
-            f"is {length}, but {KEY} {base.path} has contexts of {base_length} tokens",
-            f"for contexts twice as long, set {_FACTOR_KEY}: 2 instead of model.seq_length and"
-            " model.position.rope_*; to train on shorter contexts, set"
-            " extension.allow_shorter_context: true",
-        )
-
-
-def _check_scaling(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run's RoPE scaling does not fit that of its base model.
-
-    The scaling may be replaced only with `extension.allow_other_scaling`. A larger
-    `rope_scaling_factor` or `rope_theta` does not count as replacing it. `rope_original_seq_length`
-    must not exceed the base model's context. It may be smaller, because some models state a longer
-    context than they were trained on. Warns if positions leave the trained range.
-    """
-    position = config.model.position
-    if "rope_theta" not in _keys_of_position(config.model.position_encoding):
-        return
-    if not config.extension.allow_other_scaling:
-        _check_not_replaced(position, base)
-
-    base_position = base.model.position
-    scaling = _scaling_of(base.model)
-    kind = position.rope_scaling_type
-    factor = position.rope_scaling_factor
-    # With a factor of 1 there is no scaling, so a type that the run has chosen itself is a mistake.
-    # The run has not chosen `linear`, the default, or the base model's type, which it inherits.
-    if factor == 1.0 and kind not in ("linear", base_position.rope_scaling_type):
-        raise ConfigError(
-            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
-            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
-            "set it to the new context length divided by the old one",
-        )
-
-    # Positions stay in the trained range if the factor grows at least as much as the context. The
-    # factors cannot be compared if the base model has another type of scaling. A larger
-    # `rope_theta` may replace a larger factor.
-    growth = config.model.rotated_length / base.model.rotated_length
-    needed_factor = base_position.rope_scaling_factor * growth
-    if (
-        scaling in (None, kind)
-        and factor < needed_factor
-        and position.rope_theta <= base_position.rope_theta
-    ):
-        command_line.log(
-            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
-            f" {base.path} grow from {base.model.rotated_length} to"
-            f" {config.model.rotated_length} tokens; set it to {needed_factor:g} unless this is"
-            " intended"
-        )
-
-    # llama3 and yarn scale relative to the context on which the model was trained without scaling.
-    if factor != 1.0 and kind != "linear":
-        trained_length = base.model.seq_length
-        if scaling in ("llama3", "yarn"):
-            trained_length = base_position.rope_original_seq_length
-        if position.rope_original_seq_length > trained_length:
-            raise ConfigError(
-                ("model.position.rope_original_seq_length", KEY),
-                f"is {position.rope_original_seq_length}, but contexts of {KEY} {base.path} have"
-                f" {trained_length} tokens",
-                f"set it to {trained_length}",
-            )
-
-
-def _check_not_replaced(position: Any, base: Base) -> None:
-    """Raise ConfigError if a run replaces the RoPE scaling of its base model.
-
-    `position` are the run's settings of `model.position`.
-    """
-    base_position = base.model.position
-    scaling = _scaling_of(base.model)
-
-    # A larger `rope_theta` or factor continues the scaling of the base model for longer contexts. A
-    # smaller one undoes it. `rope_share` decides how many frequencies rotate at all.
-    replaced = []
-    if position.rope_share != base_position.rope_share:
-        replaced.append("rope_share")
-    if position.rope_theta < base_position.rope_theta:
-        replaced.append("rope_theta")
-    if _local_theta(position) < _local_theta(base_position):
-        replaced.append("rope_local_theta")
-    if scaling is not None and position.rope_scaling_type != scaling:
-        replaced.append("rope_scaling_type")
-    if scaling is not None and position.rope_scaling_layers != base_position.rope_scaling_layers:
-        replaced.append("rope_scaling_layers")
-    if scaling is not None and position.rope_scaling_factor < base_position.rope_scaling_factor:
-        replaced.append("rope_scaling_factor")
-    # Compare the settings of a scaling type only if the type is the same: they have no meaning for
-    # another type.
-    if position.rope_scaling_type == scaling:
-        keys = _SCALING_KEYS[scaling]
-        replaced += [key for key in keys if getattr(position, key) != getattr(base_position, key)]
-
-    if not replaced:
-        return
-    first = replaced[0]
-    raise ConfigError(
-        (*(f"model.position.{key}" for key in replaced), "extension.allow_other_scaling", KEY),
-        f"is {getattr(position, first)}, but {KEY} {base.path} has {getattr(base_position, first)}",
-        f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of"
-        " model.seq_length for contexts twice as long; to replace it, set"
-        " extension.allow_other_scaling: true",
-    )
-
-
-def _local_theta(position: Any) -> float:
-    """Return the base of the frequencies in layers with a window, for settings of
-    `model.position`.
-    """
-    if position.rope_local_theta is None:
-        return position.rope_theta
-    return position.rope_local_theta
-
-
-def _log_changed_layers(model: ModelConfig, base: Base) -> None:
-    """Log which settings of windows and layers differ from those of the base model, and whether
-    this changes the model's outputs.
-    """
-    sentences = []
-    for section, new, old, keys in (
-        ("model", model, base.model, _LAYER_KEYS),
-        ("model.position", model.position, base.model.position, _LAYER_POSITION_KEYS),
-    ):
-        for key in keys:
-            # Only encodings with a rotation have the settings of `model.position`.
-            was = getattr(old, key, None)
-            now = getattr(new, key, was)
-            if now != was:
-                sentences.append(change_sentence(f"{section}.{key}", was, now))
-    if not sentences:
-        return
-
-    unchanged = _unchanged_length(base.model, model)
-    if unchanged is None:
-        effect = "outputs do not change"
-    elif unchanged == 0:
-        effect = "outputs change"
-    else:
-        effect = f"outputs change for texts of more than {unchanged:,} tokens"
-    command_line.log(f"{'; '.join(sentences)}: {effect}")
-
-
-def _unchanged_length(old: ModelConfig, new: ModelConfig) -> int | None:
-    """Return the number of tokens up to which texts have the same outputs in both models, as far as
-    windows, layers without positions, temperature and frequencies decide. None if all texts do.
-    """
-    # One number for each difference.
-    lengths = []
-    windows_have_frequencies = _have_window_frequencies(old) or _have_window_frequencies(new)
-    for layer in range(new.num_layers):
-        windows = {old.window_of(layer), new.window_of(layer)}
-        if len(windows) > 1:
-            lengths.append(min(windows - {None}))
-        if old.has_positions(layer) != new.has_positions(layer):
-            lengths.append(0)
-        # A layer that gets or loses a window then rotates by other angles.
-        gets_or_loses_window = len(windows) > 1 and None in windows
-        if gets_or_loses_window and windows_have_frequencies and new.has_positions(layer):
-            lengths.append(0)
-
-    temperatures = {
-        (model.temperature_scale, model.temperature_floor_scale)
-        for model in (old, new)
-        if model.temperature_scale > 0
-    }
-    if len(temperatures) > 1 or (old.temperature_scale > 0) != (new.temperature_scale > 0):
-        # The factor of a text's last token differs from 1 first.
-        lengths.append(min(floor_scale for _, floor_scale in temperatures) - 1)
-
-    # Where frequencies or positions change, outputs of all lengths do.
-    if old.position_encoding in ENCODINGS[new.position_encoding].replaces:
-        lengths.append(0)
-    unscaled = _scaling_of(old) is None and _scaling_of(new) is None
-    for key in _keys_of_position("rope"):
-        was = getattr(old.position, key, None)
-        differs = getattr(new.position, key, was) != was
-        if differs and not (unscaled and key == "rope_scaling_layers"):
-            lengths.append(0)
-    return min(lengths, default=None)
-
-
-def _have_window_frequencies(model: ModelConfig) -> bool:
-    """Return whether layers with a window have other frequencies than layers without one."""
-    # Encodings without a rotation have no frequencies.
-    return getattr(encoding_of(model), "with_window_frequencies", None) is not None
-
-
-def _encoding_parameters(model: ModelConfig) -> set[str]:
-    """Return the names of the parameters of a model's positional encoding."""
-    return {name for name in parameter_shapes(model) if kind_of(name) == "position"}
-
-
-def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` differs from the tokenizer of the base model.
-
-    Do nothing if one of them does not exist, or if the base model is a Hugging Face model whose
-    tokenizer cannot be loaded.
-    """
-    path = config.data.tokenizer
-    directory = base.tokenizer
-    if path is None or directory is None or not Path(path).exists():
-        return
-
-    tokenizer = None
-    if base.state is not None and base.path.is_dir():
-        tokenizer = load_saved_tokenizer(base.path)
-    else:  # a Hugging Face model, or a run that has not started
-        with suppress(ValueError, OSError):
-            tokenizer = load_tokenizer(directory)
-    if tokenizer is not None:
-        check_same_tokenizer(path, tokenizer, f"that of {KEY} {base.path}", f"give {directory}")
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:

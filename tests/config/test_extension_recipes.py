@@ -13,7 +13,7 @@ from plans import RECIPES, recipe
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ENCODINGS, config_dict
-from megatron_tape.extension.base_model import check_base
+from megatron_tape.extension.base_checks import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 from megatron_tape.model.shapes import hugging_face_shapes
 

@@ -33,7 +33,8 @@ from megatron_tape.command_line import status_of
 from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.extension import importing
-from megatron_tape.extension.base_model import Base, check_base, with_base_settings
+from megatron_tape.extension.base_checks import check_base
+from megatron_tape.extension.base_model import Base, with_base_settings
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.parallel.layout import initialize_distributed

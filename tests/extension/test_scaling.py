@@ -16,7 +16,8 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import as_dict, build
 from megatron_tape.errors import ConfigError
-from megatron_tape.extension.base_model import Base, check_base, with_base_settings
+from megatron_tape.extension.base_checks import check_base
+from megatron_tape.extension.base_model import Base, with_base_settings
 from megatron_tape.model.validation import validate_model
 from pretrain import extend_context
 
